@@ -85,6 +85,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 # --- The levels, as data
 
+
 @dataclass(frozen=True)
 class Policy:
     """One level, bound to a device type. `str(policy)` gives its name and the reason."""
@@ -161,18 +162,30 @@ LEVELS = (
     Policy("tf32", F32, F32, "fp32 weights, matmuls read 10-bit mantissas", tf32=True),
     Policy("bf16", BF16, F32, "autocast to bfloat16, no loss scaling", autocasts=True),
     Policy("fp16", F16, F32, "autocast to float16, loss scaling", autocasts=True, scales=True),
-    Policy("O2", F16, F16, "float16 weights, fp32 norms and masters, loss scaling",
-           autocasts=True, scales=True, masters=True),
+    Policy(
+        "O2",
+        F16,
+        F16,
+        "float16 weights, fp32 norms and masters, loss scaling",
+        autocasts=True,
+        scales=True,
+        masters=True,
+    ),
     Policy("O3", F16, F16, "all float16, no masters, no scaling: an experiment"),
 )  # TF32 is off beside half precision: what stays in fp32 there is meant to be exact
 POLICIES = {p.name: p for p in LEVELS} | {"O0": LEVELS[0], "O1": LEVELS[3]}  # apex's names
 SPELLINGS = {
-    "float32": "fp32", "bfloat16": "bf16", "bf16-mixed": "bf16",
-    "float16": "fp16", "half": "fp16", "16-mixed": "fp16",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "16-mixed": "fp16",
 }
 
 
 # --- Choosing a level
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -258,9 +271,7 @@ def stopwatch(device: str, dtypes: tuple[torch.dtype, ...]) -> tuple[float, ...]
     return tuple(least.values())
 
 
-def seconds_of_pass(
-    model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype
-) -> float:
+def seconds_of_pass(model: nn.Module, images: Tensor, labels: Tensor, dtype: torch.dtype) -> float:
     """Time loss, _ = model(images, labels) and its backward, under autocast to `dtype`.
 
     Parameters, buffers, what modules carry from call to call, and torch's random numbers stay.
@@ -284,7 +295,8 @@ def seconds_of_pass(
 
 
 def choose_policy(
-    name: str, caps: Capabilities | None = None,
+    name: str,
+    caps: Capabilities | None = None,
     trial: Callable[..., str] | None = self_test,
     stopwatch: Callable[..., tuple[float, ...]] | None = stopwatch,
 ) -> Policy:
@@ -341,8 +353,10 @@ def choose_policy(
 # --- TF32
 
 TF32_SWITCHES = (
-    torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
-    torch.backends.cudnn.conv, torch.backends.cudnn.rnn,
+    torch.backends.cuda.matmul,
+    torch.backends.mkldnn.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn,
 )
 
 
@@ -363,6 +377,7 @@ def set_tf32(on: bool) -> None:
 
 # --- Loss scaling with a floor
 
+
 class LossScaler(torch.amp.GradScaler):
     """A GradScaler that cannot collapse: the scale stays in [floor, ceiling].
 
@@ -372,7 +387,11 @@ class LossScaler(torch.amp.GradScaler):
     """
 
     def __init__(
-        self, device: str = "cuda", *args: Any, floor: float = 1.0, ceiling: float = 2.0**24,
+        self,
+        device: str = "cuda",
+        *args: Any,
+        floor: float = 1.0,
+        ceiling: float = 2.0**24,
         **kwargs: Any,
     ) -> None:
         super().__init__(device, *args, **kwargs)
@@ -405,8 +424,14 @@ class LossScaler(torch.amp.GradScaler):
         if found_inf is None:
             super().update(*new_scale)
         else:
-            torch._amp_update_scale_(scale, self._growth_tracker, found_inf, self._growth_factor,
-                                     self._backoff_factor, self._growth_interval)
+            torch._amp_update_scale_(
+                scale,
+                self._growth_tracker,
+                found_inf,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
             self._per_optimizer_states.clear()
         scale.clamp_(self.floor, self.ceiling)
 
@@ -417,6 +442,4 @@ class LossScaler(torch.amp.GradScaler):
             super().load_state_dict(state)
         elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
             held = f"holds a loss scale of {scale}" if "scale" in state else "holds no loss scale"
-            warnings.warn(
-                f"the checkpoint {held}: it starts at {self._init_scale:g}", stacklevel=2
-            )
+            warnings.warn(f"the checkpoint {held}: it starts at {self._init_scale:g}", stacklevel=2)

@@ -193,8 +193,10 @@ def snapshot(state: Any) -> tuple[Any, list[torch.cuda.Event]]:
             host = copies[place][1]
             return host.as_strided(node.shape, node.stride()) if dense else host
         if isinstance(node, Mapping):  # keys are checked too
-            items = {copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}")
-                     for key, child in node.items()}
+            items = {
+                copy(key, f"{name}.{key}"): copy(child, f"{name}.{key}")
+                for key, child in node.items()
+            }
             return type(node)(items) if type(node) in KEPT_MAPPINGS else items
         if type(node) in (list, tuple):
             return type(node)(copy(child, f"{name}.{i}") for i, child in enumerate(node))
@@ -405,9 +407,7 @@ class Checkpoints(contextlib.AbstractContextManager):
             names = f"{', '.join(bad[:3])} ({len(bad)} in all)"
             warnings.warn(f"{path} is kept: the new state is non-finite in {names}", stacklevel=3)
             return bad
-        self._pending[path] = self._writer.submit(
-            lambda: write(path, packed(host, ready), *links)
-        )
+        self._pending[path] = self._writer.submit(lambda: write(path, packed(host, ready), *links))
         return []
 
     def poll(self, *wanted: Path):

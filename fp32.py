@@ -61,6 +61,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 # --- fp32 islands
 
+
 def keep_fp32(
     net: nn.Module, patterns: str | type | Iterable[str | type], keep_output: bool = False
 ) -> list[str]:
@@ -170,6 +171,7 @@ def _island_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 # --- Evaluation in fp32
 
+
 @contextlib.contextmanager
 def fp32_eval(net: nn.Module, masters: Mapping | None = None) -> Iterator[None]:
     """Inside, `net` computes only in fp32; afterwards everything is as before.
@@ -195,8 +197,11 @@ def fp32_eval(net: nn.Module, masters: Mapping | None = None) -> Iterator[None]:
             copies[name] = weights.requires_grad_(t.requires_grad)
     device = next((p.device.type for p in net.parameters()), "cpu")
     with (
-        torch.autocast(device, enabled=False), _tf32_off(), _eager(),
-        _reparametrize_module(net, copies), _OnlyFp32(net, device),
+        torch.autocast(device, enabled=False),
+        _tf32_off(),
+        _eager(),
+        _reparametrize_module(net, copies),
+        _OnlyFp32(net, device),
     ):
         yield
 
@@ -229,8 +234,10 @@ class _OnlyFp32(TorchFunctionMode):
 
 
 TF32_SWITCHES = (
-    torch.backends.cuda.matmul, torch.backends.mkldnn.matmul,
-    torch.backends.cudnn.conv, torch.backends.cudnn.rnn,
+    torch.backends.cuda.matmul,
+    torch.backends.mkldnn.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn,
 )
 
 
@@ -299,8 +306,12 @@ class Disagreement:
 
 @torch.no_grad()
 def disagreement(
-    net: nn.Module, inputs: Any, labels: Any, policy: Any,
-    masters: Mapping | None = None, loss: Any = None,
+    net: nn.Module,
+    inputs: Any,
+    labels: Any,
+    policy: Any,
+    masters: Mapping | None = None,
+    loss: Any = None,
 ) -> Disagreement:
     """Evaluate one batch in the training precision and in fp32: how far do they differ?
 

@@ -80,8 +80,14 @@ LABELS = ("label", "labels", "target", "targets")  # in a mapping these keys hol
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 CACHED = 2**23  # numbers in fp32 that a CPU's cache holds
-CHECKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64,
-           torch.complex64, torch.complex128)
+CHECKED = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
 COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
@@ -306,8 +312,11 @@ class Guard:
         verdict is read (with lag this costs two steps, else one); a warning names the buffer.
         """
         if self.state == "open":
-            warnings.warn("guard.step() or close() has not ended the last step: the guard restores "
-                          "its buffers", stacklevel=2)
+            warnings.warn(
+                "guard.step() or close() has not ended the last step: the guard restores "
+                "its buffers",
+                stacklevel=2,
+            )
             self.restart()
         self._begin(step)
         if self.skipped_in_a_row:  # perhaps for that
@@ -316,9 +325,12 @@ class Guard:
 
     def _repair_buffers(self):
         if repaired := self._buffers.repair(self.net):
-            warnings.warn(f"non-finite before step {self.number}, and no step did it: "
-                          f"{', '.join(repaired)} (an evaluation in training mode?). The guard has "
-                          "restored the values of the last accepted step", stacklevel=3)
+            warnings.warn(
+                f"non-finite before step {self.number}, and no step did it: "
+                f"{', '.join(repaired)} (an evaluation in training mode?). The guard has "
+                "restored the values of the last accepted step",
+                stacklevel=3,
+            )
 
     def _begin(self, step=None):
         self._start_copy()  # nobody has asked for the last verdict; it still counts
@@ -473,8 +485,14 @@ class Guard:
         self._stat_names = list(stats)
         self.state = "closed"
 
-    def step(self, optimizers, scaler: GradScaler | None = None, *,
-             clip: float | None = None, **stats: Tensor):
+    def step(
+        self,
+        optimizers,
+        scaler: GradScaler | None = None,
+        *,
+        clip: float | None = None,
+        **stats: Tensor,
+    ):
         """Measure the gradients and decide once for all ranks; then clip and step, or restore the
         buffers. Returns the verdict, 0-dim fp32 on the device: 1.0 = rejected.
 
@@ -525,8 +543,10 @@ class Guard:
         """The loss scale, if the optimizers divide by it in their kernels; else divide here."""
         stages = {o: scaler._per_optimizer_states[id(o)]["stage"] for o in optimizers}
         if OptState.STEPPED in stages.values():
-            raise RuntimeError("no scaler.update() after step(): call it after each guard.step(), "
-                               "after a rejected one, too")
+            raise RuntimeError(
+                "no scaler.update() after step(): call it after each guard.step(), "
+                "after a rejected one, too"
+            )
         if not stages or (on_device and OptState.UNSCALED not in stages.values()):
             return scaler.scale(self._one)
         for o, stage in stages.items():
@@ -557,14 +577,20 @@ class Guard:
         """Warn of mistakes that nothing else would show: of an optimizer's at its first step, of a
         GradScaler beside the guard when it has scaled a loss."""
         if not optimizers and not self._calls:
-            warnings.warn("guard.step() changes nothing: no parameter has had a gradient so far "
-                          "(was backward() called?)", stacklevel=3)
+            warnings.warn(
+                "guard.step() changes nothing: no parameter has had a gradient so far "
+                "(was backward() called?)",
+                stacklevel=3,
+            )
         for o in {*optimizers} - self._have_stepped:
             if hasattr(o, "_optimizer_step_pre_hooks"):  # a wrapper may have none
                 o.register_step_pre_hook(self._warn_double_step)
             if set(with_gradient(o)).isdisjoint(self.net.parameters()):
-                warnings.warn("the optimizer holds no parameter of the guard's network: call "
-                              "Guard(net) with the network that you train", stacklevel=3)
+                warnings.warn(
+                    "the optimizer holds no parameter of the guard's network: call "
+                    "Guard(net) with the network that you train",
+                    stacklevel=3,
+                )
         self._have_stepped.update(optimizers)
         calls, self._calls = self._calls, self._calls + 1
         if scaler:
@@ -575,8 +601,11 @@ class Guard:
             )
         used = [x for x in self._living if getattr(x, "_scale", None) is not None]
         if not all(map(self._serves_another, used)):
-            warnings.warn("a GradScaler has scaled a loss, and the guard does not divide by its "
-                          "scale: call guard.step(optimizer, scaler)", stacklevel=3)
+            warnings.warn(
+                "a GradScaler has scaled a loss, and the guard does not divide by its "
+                "scale: call guard.step(optimizer, scaler)",
+                stacklevel=3,
+            )
 
     def _serves_another(self, scaler):
         """Whether it has counted a step, or there is an optimizer of another network."""
@@ -586,8 +615,11 @@ class Guard:
 
     def _warn_double_step(self, *_):
         if not Guard._stepping:
-            warnings.warn("guard.step() and optimizer.step() together take each update twice: "
-                          "delete optimizer.step()", stacklevel=4)
+            warnings.warn(
+                "guard.step() and optimizer.step() together take each update twice: "
+                "delete optimizer.step()",
+                stacklevel=4,
+            )
 
     def verdict(self) -> Verdict | None:
         """Once after each step() or close(). Returns the oldest unread one; None: too early (lag).
@@ -644,8 +676,11 @@ class Guard:
         due = rejected and (self.skipped == 1 or self.skipped_in_a_row == 10)
         if due and not self._is_read:
             why = ", ".join(reasons) or "found_inf"
-            warnings.warn(f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "
-                          f"{why}. guard.verdict() reports each", stacklevel=6)
+            warnings.warn(
+                f"step {step} was skipped, {self.skipped_in_a_row} in a row: non-finite "
+                f"{why}. guard.verdict() reports each",
+                stacklevel=6,
+            )
         return Verdict(
             step,
             not rejected,

@@ -83,9 +83,13 @@ class StepResult(NamedTuple):
     found_inf: Tensor  # 1. = rejected, nothing was written; 0. = accepted
 
 
-def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Iterable[str] = (),
-                 lr_scale: dict[str, float] | None = None,
-                 skip: Iterable[Tensor] = ()) -> list[dict[str, Any]]:
+def param_groups(
+    net: nn.Module,
+    weight_decay: float = 0.01,
+    no_decay: Iterable[str] = (),
+    lr_scale: dict[str, float] | None = None,
+    skip: Iterable[Tensor] = (),
+) -> list[dict[str, Any]]:
     """Group the trainable parameters of net by weight decay and learning-rate multiplier.
 
     No weight decay for: tensors of fewer than two dimensions (biases, norm scales), everything
@@ -113,8 +117,9 @@ def param_groups(net: nn.Module, weight_decay: float = 0.01, no_decay: Iterable[
     return list(groups.values())
 
 
-def warmup_cosine(total_updates: int, warmup_updates: int = 0, final: float = 0.0,
-                  kind: str = "cosine") -> Tensor:
+def warmup_cosine(
+    total_updates: int, warmup_updates: int = 0, final: float = 0.0, kind: str = "cosine"
+) -> Tensor:
     """Learning-rate multipliers, fp32 (total_updates + 1,), index = updates done.
 
     The warm-up is linear and never 0; entry [warmup_updates] is 1; the last one (`final`) serves
@@ -147,9 +152,9 @@ class Schedule:
         self.optimizers = list(optimizers)
         groups = self._groups()
         # As in torch: the rate that a checkpoint has brought is one of a later step.
-        peaks = multipliers.new_tensor([
-            g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups
-        ])
+        peaks = multipliers.new_tensor(
+            [g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups]
+        )
         self._table = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
         self._rates = self._table[0].clone()
         self.lr = self._rates[0]  # the first group's, 0-dim; the next update() writes into it
@@ -252,8 +257,10 @@ class ClippedAdamW(AdamW):
     def __init__(self, *args, clip: float | None = 1.0, masters: bool | None = None, **kwargs):
         makers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
         if any(isinstance(o, Optimizer) and getattr(o, "world_size", 1) > 1 for o in makers):
-            raise ValueError("in ZeroRedundancyOptimizer norm and verdict would be of one rank's "
-                             "share: give it torch.optim.AdamW, and call guard.step(it, clip=...)")
+            raise ValueError(
+                "in ZeroRedundancyOptimizer norm and verdict would be of one rank's "
+                "share: give it torch.optim.AdamW, and call guard.step(it, clip=...)"
+            )
         super().__init__(*args, **{"fused": True} | kwargs)
         self.clip = clip
         self.half_state = masters is False
@@ -276,8 +283,10 @@ class ClippedAdamW(AdamW):
         if hasattr(p, "_fsdp_flattened"):
             raise ValueError("parameters of FSDP (version 1) are not supported: use fully_shard")
         if p in self.masters and local(p) is not p:
-            raise ValueError("no masters of sharded parameters (DTensor): keep the parameters in "
-                             "fp32, and let MixedPrecisionPolicy of fully_shard cast them")
+            raise ValueError(
+                "no masters of sharded parameters (DTensor): keep the parameters in "
+                "fp32, and let MixedPrecisionPolicy of fully_shard cast them"
+            )
         if not torch.ops.aten.is_non_overlapping_and_dense(local(p)):  # it would write beside it
             raise ValueError("a parameter with gaps in memory (a slice of a tensor): clone() it")
         dtype = self.masters.get(p, p).dtype
@@ -308,8 +317,11 @@ class ClippedAdamW(AdamW):
         if not work:  # torch's optimizers pass, too
             if alone and not self.state and not self._warned:
                 self._warned = 0.5
-                warnings.warn("step() changes nothing: no parameter of this optimizer has had a "
-                              "gradient so far (was backward() called?)", stacklevel=4)
+                warnings.warn(
+                    "step() changes nothing: no parameter of this optimizer has had a "
+                    "gradient so far (was backward() called?)",
+                    stacklevel=4,
+                )
             norm = self._skipped.new_zeros(())
             found_inf = norm if alone else norm + found_inf  # GradScaler's is the number 0 here
             return StepResult(norm, found_inf) if closure is None else loss
@@ -337,9 +349,17 @@ class ClippedAdamW(AdamW):
             for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
                 beta1, beta2 = g["betas"]
                 torch._fused_adamw_(  # writes nothing where found_inf is 1
-                    *tensors, lr=g["lr"], beta1=beta1, beta2=beta2, eps=g["eps"],
-                    weight_decay=g["weight_decay"], amsgrad=g["amsgrad"], maximize=g["maximize"],
-                    grad_scale=grad_scale, found_inf=found_inf)
+                    *tensors,
+                    lr=g["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=g["eps"],
+                    weight_decay=g["weight_decay"],
+                    amsgrad=g["amsgrad"],
+                    maximize=g["maximize"],
+                    grad_scale=grad_scale,
+                    found_inf=found_inf,
+                )
         if self.masters:  # after a rejected step the same bits again
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
         if alone:
@@ -372,8 +392,11 @@ class ClippedAdamW(AdamW):
         level = min(skipped, 1) + (in_a_row >= 10)
         if level > self._warned:
             self._warned = level
-            warnings.warn(f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
-                          "a gradient is non-finite", stacklevel=5)
+            warnings.warn(
+                f"{skipped:.0f} steps skipped, the last {in_a_row:.0f} in a row: "
+                "a gradient is non-finite",
+                stacklevel=5,
+            )
 
     def __getstate__(self):
         """For copy and pickle: everything but hooks, as in torch. A scheduler of torch gives an

@@ -64,8 +64,10 @@ def load_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise CheckpointError(f"{facts}: {error}") from error
     weights = load(regular(file))
     if odd := misfits(weights, net):
-        raise CheckpointError(f"{file} does not hold the {name} of {facts}: {', '.join(odd[:3])} "
-                     f"({len(odd)} in all) differ in name, shape or dtype")
+        raise CheckpointError(
+            f"{file} does not hold the {name} of {facts}: {', '.join(odd[:3])} "
+            f"({len(odd)} in all) differ in name, shape or dtype"
+        )
     if bad := non_finite(weights):
         raise CheckpointError(f"{file} is non-finite in {', '.join(bad[:3])}")
     net.load_state_dict(weights)
@@ -105,8 +107,9 @@ def images_of(path: str) -> list[str]:
     found = []
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "@")))
-        found += [os.path.join(folder, name) for name in sorted(names)
-                  if imagefolder.is_image(name)]
+        found += [
+            os.path.join(folder, name) for name in sorted(names) if imagefolder.is_image(name)
+        ]
     return found
 
 

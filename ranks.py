@@ -72,8 +72,10 @@ def join(kind: str = "auto") -> Ranks:
     local_rank = from_torchrun("LOCAL_RANK")
     world_size = from_torchrun("WORLD_SIZE", 1)
     if not (0 <= rank < world_size and 0 <= local_rank < world_size):
-        raise ValueError(f"RANK {rank} and LOCAL_RANK {local_rank} of WORLD_SIZE {world_size}: "
-                         "start with torchrun, or unset these variables")
+        raise ValueError(
+            f"RANK {rank} and LOCAL_RANK {local_rank} of WORLD_SIZE {world_size}: "
+            "start with torchrun, or unset these variables"
+        )
     if kind == "auto":
         fallback = "mps" if torch.backends.mps.is_available() else "cpu"
         kind = "cuda" if torch.cuda.is_available() else fallback
@@ -102,9 +104,7 @@ def join(kind: str = "auto") -> Ranks:
             # The number of this start. Only on one machine: the counts of several may differ.
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"start {start}", store)
-        dist.init_process_group(
-            backend, None, TIMEOUT, world_size, rank, store, device_id=bound
-        )
+        dist.init_process_group(backend, None, TIMEOUT, world_size, rank, store, device_id=bound)
     return Ranks(device, rank, local_rank, world_size)
 
 
@@ -165,8 +165,9 @@ def refusing(*errors: type[Exception], code: int = 2, advice: str = "") -> Itera
 def must_agree(facts: Mapping[str, Any]) -> None:
     """Leave with code 2 if a rank's facts differ from rank 0's. That rank says why."""
     first = agreed(facts)
-    others = [f"{key} {first[key]} there, {facts[key]} here"
-              for key in first if facts[key] != first[key]]
+    others = [
+        f"{key} {first[key]} there, {facts[key]} here" for key in first if facts[key] != first[key]
+    ]
     with refusing(ValueError):
         if others:
             raise ValueError(f"rank {dist.get_rank()} differs from rank 0: {'; '.join(others)}")
@@ -220,12 +221,16 @@ def _watch(store: dist.Store, keys: list[str], own: int, position: Callable[[], 
                 before = said
             if beat - since == 18:
                 missing = [
-                    str(rank) for rank, now in enumerate(said)
+                    str(rank)
+                    for rank, now in enumerate(said)
                     if now == before[rank] or int(now.split()[0]) < step
                 ]
                 if missing:
-                    print(f"train.py: rank {own} waits in step {step}, and the time-out is near: "
-                          f"rank {', '.join(missing)} is missing", file=sys.stderr)
+                    print(
+                        f"train.py: rank {own} waits in step {step}, and the time-out is near: "
+                        f"rank {', '.join(missing)} is missing",
+                        file=sys.stderr,
+                    )
 
 
 def leave() -> None:

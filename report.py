@@ -263,8 +263,14 @@ def draw_confusion(path: Path) -> Path | None:
     for y, row in enumerate(rows):
         for x, n in enumerate(row):
             if n:
-                axis.text(x, y, n, ha="center", va="center",
-                          color="white" if shares[y][x] > 0.5 else "black")
+                axis.text(
+                    x,
+                    y,
+                    n,
+                    ha="center",
+                    va="center",
+                    color="white" if shares[y][x] > 0.5 else "black",
+                )
     content = io.BytesIO()
     with warnings.catch_warnings():  # a name in letters that its font lacks
         warnings.simplefilter("ignore")

@@ -53,6 +53,8 @@ case ${1:-} in
     set_up "pytest, xdist, ruff, matplotlib" requirements-dev.txt
     cd "$here"
     "$python" -m ruff check .
+    "$python" -m ruff format --check . ||
+      die "run '$python -m ruff format .', with the ruff of requirements-dev.txt"
     # a process of one thread on each core; with -n 0 at the end all runs in this one, as a
     # debugger needs it
     export OMP_NUM_THREADS=1

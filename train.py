@@ -42,6 +42,7 @@ from trainer.record import End, Finding, Kind, Run
 
 # --- The step
 
+
 def train_step(run, images, labels, inspect=None, eager=False):
     """The part of a step that runs on the device. It has no host sync and no branch on a value, so
     a CUDA graph can hold it. Call run.guard.open(step) before it, and run.guard.verdict() after it.
@@ -123,6 +124,7 @@ def take_step(run, step, images, labels, signal=0):
 
 
 # --- The loop
+
 
 def main(argv=None):
     args = flags.parse(argv, __doc__, MODELS, NAMES)
@@ -288,9 +290,9 @@ def conclude(run):
 
 def explain(error):
     """Print a sentence on standard error if we know what to do, else the traceback of a bug."""
+    with_less_memory = "try: the same command with twice the --accum-steps, and --resume auto"
     advice = {
-        torch.OutOfMemoryError:
-            "try: the same command with twice the --accum-steps, and --resume auto",
+        torch.OutOfMemoryError: with_less_memory,
         graphs.NoGraph: "try: --no-cuda-graph",
         checkpoint.CheckpointError: "",
         batches.ImagesLost: "",
@@ -307,12 +309,17 @@ def finish(run, end):
     """Print the summary as the last line of standard output, however the run ended."""
     args = run.args
     summary = {
-        "status": end.status, "reason": end.reason, "model": args.model,
+        "status": end.status,
+        "reason": end.reason,
+        "model": args.model,
         "dataset": args.dataset,
         "precision": run.policy.name if run.policy else args.precision,
-        "steps": run.step, "updates": run.updates,
-        "skipped": run.guard.skipped if run.guard else 0, **run.rescue.summary(run),
-        "quarantined": sorted(run.stream.quarantine) if run.stream else [], **run.scores,
+        "steps": run.step,
+        "updates": run.updates,
+        "skipped": run.guard.skipped if run.guard else 0,
+        **run.rescue.summary(run),
+        "quarantined": sorted(run.stream.quarantine) if run.stream else [],
+        **run.scores,
         "warnings": run.log.warnings if run.log else [],
         "seconds": round(time.time() - run.began, 1),
         "images_per_second": round(run.speed.images / max(run.speed.seconds, 1e-9), 1),

@@ -69,6 +69,7 @@ class Weak(NamedTuple):
     def is_call(self):
         return "(" in self.code
 
+
 EPS = 1e-6
 EPS_IN_HALF = 1e-4  # float16 rounds anything below 6e-8 to 0, and 1 / 1e-6 is inf there
 GREW = "the numbers have grown"
@@ -128,7 +129,8 @@ CLAMP = _clamp(min=EPS)
 INSIDE = _clamp(min=-1 + EPS, max=1 - EPS)
 UNMASK = Weak(
     "over a wholly masked row (let each row see one place, its own, say)",
-    "write -1e4 into the mask instead of -inf", _clamp(min=-1e4)
+    "write -1e4 into the mask instead of -inf",
+    _clamp(min=-1e4),
 )
 NO_LABEL = Weak(
     "a mean over no label at all", "divide the sum of the losses by max(1, number of labels)"
@@ -188,9 +190,7 @@ RAISED = (
         "the loss does not depend on a weight that learns: detach(), .data, item(), no_grad, a new "
         "tensor of numbers, or requires_grad is False",
     ),
-    Raised(
-        "more than 1 value per channel", "a batch of one has no spread: drop_last=True"
-    ),
+    Raised("more than 1 value per channel", "a batch of one has no spread: drop_last=True"),
     Raised(
         "not positive-definite",
         "print torch.linalg.eigvalsh(x).min(): if it is further below 0 than 1e-5 of the largest, "
@@ -221,9 +221,7 @@ TINY = (
     "determinant, an exp of a large negative number): take logarithms (logsumexp, logdet), shorter "
     "pieces or float64; an eps or a clamp of 1e-6 would replace it, and its gradient"
 )
-TOO_LOW = Advice(
-    "torch.finfo(x.dtype).min for this number of a mask, which does not fit into half"
-)
+TOO_LOW = Advice("torch.finfo(x.dtype).min for this number of a mask, which does not fit into half")
 NOT_FINITE = Advice(
     "this number was bad before torch saw it: mend it where it is made (a ratio, a schedule, "
     "a count of 0)",

@@ -72,12 +72,14 @@ def folder_ratios(folder, image_size, batch_size):
     size = loaded.image_size
     stream = TrainBatches(*loaded.train, batch_size=batch_size, scale=loaded.scale, size=size)
     ours = seconds(take, map(stream.at, range(20)), 20)
-    transform = transforms.Compose([
-        transforms.RandomResizedCrop(size, scale=loaded.scale),
-        transforms.RandomHorizontalFlip(),
-        transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    ])
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size, scale=loaded.scale),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
     images = datasets.ImageFolder(folder / "train", transform)
     loader = iter(DataLoader(images, batch_size, shuffle=True, num_workers=CORES, drop_last=True))
     take(loader, 2 * CORES)  # until they have used up what they read ahead at their start

@@ -5,6 +5,7 @@ How often does `python autopsy SCRIPT` name the fault of a script?
 
 The 40 scripts, their reports and the right answers are those of bench/scripts/reported.py.
 """
+
 import re
 import sys
 from pathlib import Path
@@ -21,8 +22,12 @@ def main():
     rows = {}
     for case, code, said in run_all([c for c in reported.CASES if re.search(args.only, c.name)]):
         right = case.judge(code, said)
-        rows[case.name] = {"right": right, "whole": all(right.values()), "said": said[-1500:],
-                           "second run": "runs again" in said}
+        rows[case.name] = {
+            "right": right,
+            "whole": all(right.values()),
+            "said": said[-1500:],
+            "second run": "runs again" in said,
+        }
         print(f"{case.name:32} {'right' if all(right.values()) else 'wrong'} {right}")
     head = record.header("diagnosis_scripts", args)
     head["wholly right"] = [sum(row["whole"] for row in rows.values()), len(rows)]

@@ -76,10 +76,14 @@ def died_and_healed(args, device, flags):
     logged = {line["step"]: line for line in lines if "grad_norm" in line and "event" not in line}
     losses = [logged[step]["loss"] for step in sorted(logged)]
     first = next((step for step, loss in enumerate(died, 1) if loss is None), None)
-    print(f"stock loop: first non-finite loss at step {first}, {died.count(None)} of {STEPS}, "
-          f"scale {scales[-1]:g}; train.py: {end['skipped']} skipped, healed {end['healed']}")
+    print(
+        f"stock loop: first non-finite loss at step {first}, {died.count(None)} of {STEPS}, "
+        f"scale {scales[-1]:g}; train.py: {end['skipped']} skipped, healed {end['healed']}"
+    )
     return {
-        "died": died, "died_scales": scales, "end": end,
+        "died": died,
+        "died_scales": scales,
+        "end": end,
         "healed": [loss if isinstance(loss, float) else None for loss in losses],
         "healed_scales": [logged[step]["scale"] for step in sorted(logged)],
         "events": events(lines, "skip", "cure"),
@@ -91,11 +95,19 @@ def whole(args, flags):
         for precision in ("fp32", "fp16"):
             flags |= {"precision": precision, "seed": seed, "epochs": 2}
             _, end, lines = record.train_run(flags)
-            print(f"{precision}  seed {seed}  accuracy {end['val_acc1']:.2f} %  skipped "
-                  f"{end['skipped']}  healed {end['healed']}", flush=True)
+            print(
+                f"{precision}  seed {seed}  accuracy {end['val_acc1']:.2f} %  skipped "
+                f"{end['skipped']}  healed {end['healed']}",
+                flush=True,
+            )
             epochs = [{key: line[key] for key in KEPT} for line in lines if "train_loss" in line]
-            yield {"precision": precision, "seed": seed, "end": end, "epochs": epochs,
-                   "events": events(lines, "skip", "cure", "spike")}
+            yield {
+                "precision": precision,
+                "seed": seed,
+                "end": end,
+                "epochs": epochs,
+                "events": events(lines, "skip", "cure", "spike"),
+            }
 
 
 def main(argv=None):
@@ -108,8 +120,13 @@ def main(argv=None):
     device = torch.device(args.device)
     MODELS["swin-published"] = (lambda names, size: build(names, size, args.grown),
                                 RECIPE | {"lr": LR})  # fmt: skip
-    flags = {"model": "swin-published", "dataset": "cifar10", "data-dir": args.data_dir,
-             "device": args.device, "batch-size": BATCH}
+    flags = {
+        "model": "swin-published",
+        "dataset": "cifar10",
+        "data-dir": args.data_dir,
+        "device": args.device,
+        "batch-size": BATCH,
+    }
     name = "healed_whole_run" if args.whole else "died_and_healed"
     head = record.header(name, args) | {"lr": LR, "batch_size": BATCH}
     if args.whole:

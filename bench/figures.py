@@ -63,20 +63,40 @@ def died_and_healed():
     bottom = min(filter(None, run["healed"])) - 0.25
     left.plot(steps, healed, color=BLUE, label="train.py", linewidth=1.8)
     left.plot(steps, smooth(run["died"]), color=ORANGE, label="stock AMP loop", linewidth=1.4)
-    left.plot(lost, [bottom] * len(lost), "|", color=RED, markersize=9,
-              label=f"its steps lost to NaN ({len(lost)})")
+    left.plot(
+        lost,
+        [bottom] * len(lost),
+        "|",
+        color=RED,
+        markersize=9,
+        label=f"its steps lost to NaN ({len(lost)})",
+    )
     for cure in [event for event in run["events"] if event["event"] == "cure"]:
         text = f"step {cure['step']}: {cure['module']}\nis kept in fp32 from now on"
         point = cure["step"] + 1, healed[cure["step"]]  # the step after has a loss
-        left.annotate(text, point, (cure["step"] - 20, bottom + 0.2), color=BLUE,
-                      arrowprops={"arrowstyle": "->", "color": BLUE})
-    left.set(xlabel="step", ylabel="training loss (mean of 10)",
-             ylim=(bottom - 0.05, max(filter(None, run["died"])) + 0.12))
+        left.annotate(
+            text,
+            point,
+            (cure["step"] - 20, bottom + 0.2),
+            color=BLUE,
+            arrowprops={"arrowstyle": "->", "color": BLUE},
+        )
+    left.set(
+        xlabel="step",
+        ylabel="training loss (mean of 10)",
+        ylim=(bottom - 0.05, max(filter(None, run["died"])) + 0.12),
+    )
     figure.legend(loc="outside upper center", ncols=3, columnspacing=1.2)
     for scales, colour in ((run["healed_scales"], BLUE), (run["died_scales"], ORANGE)):
         right.plot(steps, scales, color=colour, linewidth=1.6)
-        right.annotate(f"ends at {scales[-1]:.1g}", (len(steps), scales[-1]), (-4, -12),
-                       textcoords="offset points", color=colour, ha="right")
+        right.annotate(
+            f"ends at {scales[-1]:.1g}",
+            (len(steps), scales[-1]),
+            (-4, -12),
+            textcoords="offset points",
+            color=colour,
+            ha="right",
+        )
     lowest = run["died_scales"][-1] / 1e5  # room for its label
     right.set(yscale="log", xlabel="step", ylabel="loss scale", ylim=(lowest, None))
     save(figure, "died_and_healed.svg", "died_and_healed-cpu")
@@ -95,14 +115,16 @@ def stock_and_guarded():
     for curve, colour, width, label in curves:
         losses = [float("nan") if x is None else x for x in curve]
         style = "--" if curve is stock["train"] else "-"
-        axis.plot(range(1, len(losses) + 1), losses, style, color=colour, linewidth=width,
-                  label=label)
+        axis.plot(
+            range(1, len(losses) + 1), losses, style, color=colour, linewidth=width, label=label
+        )
     axis.axvline(run["bad step"], color=GREY, linewidth=0.8, linestyle=":")
     lost = [step for step, x in enumerate(stock["evaluation"], 1) if x is None]
     bottom = min(filter(None, guarded["evaluation"])) / 2
     axis.plot(lost, [bottom] * len(lost), "|", color=RED, markersize=9)
-    axis.text(lost[0] - 1, bottom, f"stock: NaN from step {lost[0]}", color=RED, ha="right",
-              va="center")
+    axis.text(
+        lost[0] - 1, bottom, f"stock: NaN from step {lost[0]}", color=RED, ha="right", va="center"
+    )
     axis.set(xlabel="step", ylabel="loss", yscale="log")
     figure.legend(loc="outside upper left", ncols=1)
     save(figure, "stock_and_guarded.svg", "stock_and_guarded-cpu")
@@ -112,22 +134,36 @@ def guard_cost():
     """Guarded step / bare step, median and quartiles; beside it PyTorch's own recipe."""
     names = "guard_cost-cpu", "guard_cost-cuda"
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharex=True)
-    ways = (("ours", "guarded / bare", BLUE, "o", -0.2),
-            ("stock AMP recipe (clip)", "stock AMP recipe / bare", ORANGE, "s", 0.05),
-            ("ours, CUDA graph", "guarded / bare, both CUDA graphs", GREEN, "D", 0.3))
+    ways = (
+        ("ours", "guarded / bare", BLUE, "o", -0.2),
+        ("stock AMP recipe (clip)", "stock AMP recipe / bare", ORANGE, "s", 0.05),
+        ("ours, CUDA graph", "guarded / bare, both CUDA graphs", GREEN, "D", 0.3),
+    )
     for axis, record in zip(axes, map(raw, names), strict=True):
-        rows = [(title.removesuffix(", bfloat16"), cells)
-                for title, cells in record["ratios"].items() if title.endswith(", bfloat16")]
+        rows = [
+            (title.removesuffix(", bfloat16"), cells)
+            for title, cells in record["ratios"].items()
+            if title.endswith(", bfloat16")
+        ]
         for way, label, colour, marker, down in ways:
             drawn = [(i + down, cells[way]) for i, (_, cells) in enumerate(rows) if way in cells]
             for place, cell in drawn:
                 axis.hlines(place, *cell["quartiles"], color=colour, linewidth=1.4)
-            axis.plot([cell["median"] for _, cell in drawn], [place for place, _ in drawn],
-                      marker, color=colour, markersize=5, label=label)
+            axis.plot(
+                [cell["median"] for _, cell in drawn],
+                [place for place, _ in drawn],
+                marker,
+                color=colour,
+                markersize=5,
+                label=label,
+            )
         axis.axvline(1.0, color=GREY, linewidth=0.8, linestyle="--")
-        axis.set(title=record["hardware"], yticks=range(len(rows)),
-                 yticklabels=[title for title, _ in rows],
-                 xlabel="time of a training step, bare = 1")
+        axis.set(
+            title=record["hardware"],
+            yticks=range(len(rows)),
+            yticklabels=[title for title, _ in rows],
+            xlabel="time of a training step, bare = 1",
+        )
         axis.invert_yaxis()
         axis.tick_params(axis="y", length=0)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
@@ -145,8 +181,11 @@ def time_to_accuracy():
         seconds, accuracy = (statistics.mean(seed[-1][i] for seed in seeds) for i in (1, 2))
         text = f"{who}, {seeds[0][-1][0]:g} epochs: {accuracy:.1f} % after {seconds:.3g} s"
         axis.text(0.98, height, text, color=colour, ha="right", transform=axis.transAxes)
-    axis.set(xlabel=f"seconds of training, two CPU cores; {len(seeds)} seeds each",
-             ylabel="validation accuracy, %", xlim=(0, None))
+    axis.set(
+        xlabel=f"seconds of training, two CPU cores; {len(seeds)} seeds each",
+        ylabel="validation accuracy, %",
+        xlim=(0, None),
+    )
     save(figure, "time_to_accuracy.svg", "time_to_accuracy_airbench-cpu")
 
 

@@ -86,8 +86,10 @@ def ours(name, home, sixty, tests, *flags):
     _, end, _ = record.train_run({"data-dir": sixty, "out-dir": home / name}, *map(str, words))
     spent = seconds() - began
     net, known = predict.load_run(home / name)
-    best = [max(answer, key=answer.get)
-            for answer in predict.predict(net, known, [str(path) for path in tests])]
+    best = [
+        max(answer, key=answer.get)
+        for answer in predict.predict(net, known, [str(path) for path in tests])
+    ]
     return accuracy(best, tests), spent, end["updates"]
 
 
@@ -102,8 +104,9 @@ def tutorial(start, sixty, tests, most, seed):
     began = seconds()
     torch.manual_seed(seed)
     weights = pretrained.read(str(start), "resnet18")
-    norm = v2.Normalize([x / 255 for x in weights.known["mean"]],
-                        [x / 255 for x in weights.known["std"]])
+    norm = v2.Normalize(
+        [x / 255 for x in weights.known["mean"]], [x / 255 for x in weights.known["std"]]
+    )
     ends = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), norm]
     moves = v2.Compose([v2.RandomResizedCrop(64), v2.RandomHorizontalFlip(), *ends])
     still = v2.Compose([v2.Resize(64), v2.CenterCrop(64), *ends])
@@ -171,19 +174,50 @@ class Timm:
                 link.symlink_to(Path(path).resolve())
 
     def call(self, script, *words):
-        common = ["--model", "resnet18", "--num-classes", "3", "--input-size", "3", "64", "64",
-                  "--device", "cpu", "--amp", "--amp-dtype", "bfloat16", "--workers", "2"]
-        done = subprocess.run([sys.executable, str(self.clone / script), *common, *words],
-                              capture_output=True, text=True)
+        common = [
+            "--model",
+            "resnet18",
+            "--num-classes",
+            "3",
+            "--input-size",
+            "3",
+            "64",
+            "64",
+            "--device",
+            "cpu",
+            "--amp",
+            "--amp-dtype",
+            "bfloat16",
+            "--workers",
+            "2",
+        ]
+        done = subprocess.run(
+            [sys.executable, str(self.clone / script), *common, *words],
+            capture_output=True,
+            text=True,
+        )
         if done.returncode:
             raise SystemExit(f"{script}: {done.stderr[-2000:]}")
         return done.stdout
 
     def train(self, flags, epochs):
         began = seconds()
-        self.call("train.py", *flags, "--batch-size", "16", "--epochs", str(epochs),
-                  "--data-dir", str(self.home / "split"), "--seed", str(self.seed),
-                  "--output", str(self.home / "timm"), "--experiment", str(epochs))
+        self.call(
+            "train.py",
+            *flags,
+            "--batch-size",
+            "16",
+            "--epochs",
+            str(epochs),
+            "--data-dir",
+            str(self.home / "split"),
+            "--seed",
+            str(self.seed),
+            "--output",
+            str(self.home / "timm"),
+            "--experiment",
+            str(epochs),
+        )
         return seconds() - began
 
     def run(self, name, most):
@@ -194,8 +228,9 @@ class Timm:
         spent = self.train(flags, epochs)
         best = self.home / "timm" / str(epochs) / "model_best.pth.tar"
         norm = self.norm if self.norm[0] in flags else []
-        printed = self.call("validate.py", "--data-dir", str(self.home / "test"),
-                            "--checkpoint", str(best), *norm)
+        printed = self.call(
+            "validate.py", "--data-dir", str(self.home / "test"), "--checkpoint", str(best), *norm
+        )
         shutil.rmtree(self.home / "timm")
         return float(re.search(r'"top1": ([0-9.]+)', printed).group(1)), spent, epochs
 
@@ -231,9 +266,11 @@ def main():
                 timm = Timm(args.timm, args.start, home, sixty, seed)
                 peers = {name: timm.run(name, init[1]) for name in timm.rows}
         row = {"seed": seed, "classes": classes, "tests": len(tests)}
-        row |= {"init": dict(zip(UPDATES, init, strict=True)),
-                "scratch": dict(zip(UPDATES, scratch, strict=True)),
-                "tutorial": dict(zip(EPOCHS, theirs, strict=True))}
+        row |= {
+            "init": dict(zip(UPDATES, init, strict=True)),
+            "scratch": dict(zip(UPDATES, scratch, strict=True)),
+            "tutorial": dict(zip(EPOCHS, theirs, strict=True)),
+        }
         row |= {name: dict(zip(EPOCHS, peer, strict=True)) for name, peer in peers.items()}
         print(json.dumps(row), flush=True)
         raw["rows"].append(row)

@@ -32,11 +32,19 @@ def one(folder, chance, names):
         name = chance.choice(names if place == "param" else ("exp_avg", "exp_avg_sq"))
         flips.append({"step": step, "place": place, "name": name, "rank": chance.randrange(3)})
     spec = [f"flip:{f['place']}:{f['name']}@step={f['step']},rank={f['rank']}" for f in flips]
-    code, _, lines = record.train_run({
-        "model": MODEL, "dataset": "synthetic", "precision": "fp32", "device": "cpu",
-        "batch-size": 48, "max-steps": 10, "verify-every": 2, "inject": ";".join(spec),
-        "out-dir": folder,
-    })
+    code, _, lines = record.train_run(
+        {
+            "model": MODEL,
+            "dataset": "synthetic",
+            "precision": "fp32",
+            "device": "cpu",
+            "batch-size": 48,
+            "max-steps": 10,
+            "verify-every": 2,
+            "inject": ";".join(spec),
+            "out-dir": folder,
+        }
+    )
     cures = {line["of_step"]: line for line in lines if line.get("event") == "cure"}
     for flip in flips:
         cure = cures.get(flip["step"], {})
@@ -58,8 +66,11 @@ def main():
         rows += one(folder / str(i), chance, names)
         if rank == 0:
             repaired = sum(row["action"].startswith("repaired") for row in rows)
-            print(f"{len(rows)} flips: {sum(row['seen'] for row in rows)} seen, "
-                  f"{sum(row['named'] for row in rows)} named, {repaired} repaired", flush=True)
+            print(
+                f"{len(rows)} flips: {sum(row['seen'] for row in rows)} seen, "
+                f"{sum(row['named'] for row in rows)} named, {repaired} repaired",
+                flush=True,
+            )
     if rank == 0:
         head = record.header("flips", args) | {"n": len(rows), "flips": rows}
         record.write(head, args, samples=("flips",))

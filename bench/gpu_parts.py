@@ -142,8 +142,14 @@ def planted(args, precision, steps=2 * EPOCH, **flags):
         wrong.append("no step was rejected in a replay after the validation")
     if end.get("status") != "done":
         wrong.append("the end")
-    return {"well": not wrong, "wrong": wrong, "replays": len(replayed), "places": places,
-            "cures": cures, "end": end}
+    return {
+        "well": not wrong,
+        "wrong": wrong,
+        "replays": len(replayed),
+        "places": places,
+        "cures": cures,
+        "end": end,
+    }
 
 
 def one_of_two(args):
@@ -232,11 +238,14 @@ def counted(step, device):
     events = watched.events()
     if device.type == "cpu":
         return {"operations": sum(event.name.startswith("aten::") for event in events)}
-    return {"kernels": sum(event.device_type.name == "CUDA" for event in events),
-            "launches": sum(event.name.startswith(LAUNCHES) for event in events)}
+    return {
+        "kernels": sum(event.device_type.name == "CUDA" for event in events),
+        "launches": sum(event.name.startswith(LAUNCHES) for event in events),
+    }
 
 
 # --- The parts: name -> function that returns {name of a row: function that makes it}
+
 
 def tests(args):
     """All tests that name CUDA, a row a file."""
@@ -246,8 +255,11 @@ def tests(args):
         code = subprocess.run(words, cwd=ROOT).returncode
         return {"well": code in (0, 5), "code": code}  # 5: no test
 
-    files = [path for path in sorted((ROOT / "tests").glob("**/test_*.py"))
-             if "cuda" in path.read_text() and (path.stem == "test_graphs" or not args.smoke)]
+    files = [
+        path
+        for path in sorted((ROOT / "tests").glob("**/test_*.py"))
+        if "cuda" in path.read_text() and (path.stem == "test_graphs" or not args.smoke)
+    ]
     return {path.stem: partial(passed, path) for path in files}
 
 
@@ -259,8 +271,10 @@ def survival(args):
 def models(args):
     """Every model for 25 steps: CUDA graph, verified twice."""
     row = partial(train, args, max_steps=25, verify_every=10)
-    return {f"{name}, {precision}": partial(row, model=name, precision=precision)
-            for name, precision in itertools.product(nets(args), ("bf16", "fp16", "O2"))}
+    return {
+        f"{name}, {precision}": partial(row, model=name, precision=precision)
+        for name, precision in itertools.product(nets(args), ("bf16", "fp16", "O2"))
+    }
 
 
 def steps(args):
@@ -313,8 +327,10 @@ def main(argv=None):
     wrong = [name for name in rows if not rows[name]["well"]]
     if not wrong:
         record.write(head, args, samples=("rows",))
-    print(f"{args.part}: {len(rows) - len(wrong)} of {len(rows)} rows are well"
-          + (f", not {', '.join(wrong)}" if wrong else ""))
+    print(
+        f"{args.part}: {len(rows) - len(wrong)} of {len(rows)} rows are well"
+        + (f", not {', '.join(wrong)}" if wrong else "")
+    )
     sys.exit(bool(wrong))
 
 

@@ -372,8 +372,10 @@ def table(title, rounds, head, key="ratios"):
         milliseconds = record.spread([row[name] for row in rounds if name in row])["median"]
         goal = GOALS.get((name, head["arguments"]["device"])) if key == "ratios" else None
         verdict = "met" if goal and ratio["median"] <= goal else "MISSED"
-        print(f"  {name:27}{ratio['n']:4}{milliseconds:11.2f}{ratio['median']:8.3f}   "
-              f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else ""))
+        print(
+            f"  {name:27}{ratio['n']:4}{milliseconds:11.2f}{ratio['median']:8.3f}   "
+            f"{low:.3f} .. {high:.3f}" + (f"   goal {goal} {verdict}" if goal else "")
+        )
 
 
 def alone(build, shape, device, names, seconds, least, precision="bf16"):

@@ -63,12 +63,26 @@ class Job:
         self.folder = folder
         self.printed = folder.with_name(f"{folder.name}.{time.monotonic_ns()}")
         options = {
-            "--model": "cifarnet-tiny", "--dataset": "cifar10", "--device": "cpu",
-            "--data-dir": images, "--log-every": 1, "--out-dir": folder, "--resume": "auto",
+            "--model": "cifarnet-tiny",
+            "--dataset": "cifar10",
+            "--device": "cpu",
+            "--data-dir": images,
+            "--log-every": 1,
+            "--out-dir": folder,
+            "--resume": "auto",
         }
         words = [word for pair in options.items() for word in pair]
-        launch = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=2",
-                  f"--nproc_per_node={torchrun}"] if torchrun else []
+        launch = (
+            [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--max-restarts=2",
+                f"--nproc_per_node={torchrun}",
+            ]
+            if torchrun
+            else []
+        )
         command = [sys.executable, *launch, ROOT / "train.py", *words, *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
         with socket.socket() as free:
@@ -81,10 +95,15 @@ class Job:
                 environment |= {key: str(number) for key, number in numbers.items()}
             out = open(f"{self.printed}.{rank}.out", "w")  # noqa: SIM115
             err = open(f"{self.printed}.{rank}.err", "w")  # noqa: SIM115
-            self.processes.append(subprocess.Popen(
-                [str(word).replace("{rank}", str(rank)) for word in command],
-                stdout=out, stderr=err, env=environment, cwd=images.parent,  # where .cache lies
-            ))
+            self.processes.append(
+                subprocess.Popen(
+                    [str(word).replace("{rank}", str(rank)) for word in command],
+                    stdout=out,
+                    stderr=err,
+                    env=environment,
+                    cwd=images.parent,  # where .cache lies
+                )
+            )
 
     def out(self, rank=0):
         return Path(f"{self.printed}.{rank}.out").read_text()
@@ -170,8 +189,20 @@ def lost(folder, before):
 def campaign(images, folder, precision, ranks, kills):
     """One run left alone; one killed `kills` times, or several, if it ends too early."""
     draw, counts, failures = random.Random(f"{precision} {ranks}"), Counter(), []
-    flags = ("--precision", precision, "--batch-size", 20, "--accum-steps", 2, "--ema", 0.9,
-             "--max-steps", STEPS[precision], "--ckpt-every", 2)
+    flags = (
+        "--precision",
+        precision,
+        "--batch-size",
+        20,
+        "--accum-steps",
+        2,
+        "--ema",
+        0.9,
+        "--max-steps",
+        STEPS[precision],
+        "--ckpt-every",
+        2,
+    )
     whole = Job(images, folder / "whole", *flags, ranks=ranks)
     assert whole.until(), whole.err()
     start = time.monotonic()

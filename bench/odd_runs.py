@@ -26,8 +26,9 @@ from bench import record
 from data import Dataset, batches, synthetic
 from models import MODELS, RECIPE
 
-BASE = ("--model small --dataset synthetic --batch-size 64 --max-steps 60 --precision fp32 "
-        "--device cpu")
+BASE = (
+    "--model small --dataset synthetic --batch-size 64 --max-steps 60 --precision fp32 --device cpu"
+)
 
 
 class Small(nn.Sequential):
@@ -73,6 +74,7 @@ NETS = (linear, frozen_backbone, norms_only, with_a_spare_layer, dropped)
 
 
 # --- What is done to images and labels
+
 
 def patterns(count):
     """Ten classes of 8 x 8 pixels, each a pattern with noise: easy, not at once."""
@@ -187,6 +189,7 @@ def noise_in_training(images, labels):
 # --- What strikes a run: strike(run, step, batch), step 0 after the set-up, then before each step.
 # It may return another batch.
 
+
 def at(when, act):
     return lambda run, step, batch: act(run) if step == when else None
 
@@ -237,8 +240,9 @@ def new_head(run):
 
 def loss_0(run):
     forward = type(run.model).forward
-    run.model.forward = lambda x, y: (
-        lambda loss, metrics: (loss * 0 + loss.detach(), metrics))(*forward(run.model, x, y))
+    run.model.forward = lambda x, y: (lambda loss, metrics: (loss * 0 + loss.detach(), metrics))(
+        *forward(run.model, x, y)
+    )
 
 
 def no_step(run):
@@ -290,6 +294,7 @@ def reverse(g):
 
 # --- What is written wrongly, or evaluated wrongly
 
+
 def old_copy(run):
     """The network of the first validation is evaluated each time."""
     copies = []
@@ -308,6 +313,7 @@ def old_copy(run):
 
 def other_scores(change):
     """In evaluation the metrics are these."""
+
     def act(run):
         forward = type(run.model).forward
 
@@ -322,6 +328,7 @@ def other_scores(change):
 
 def written(which, change):
     """change(contents, those of the first time) is what is written to this file."""
+
     def act(run):
         start, seen = run.checkpoints._start, []
 
@@ -360,6 +367,7 @@ def put_back(run, step, batch):
 
 def by_a_share(share):
     """Of each update of the body this share stays."""
+
     def strike(run, step, batch):
         now = run.net.body.weight.data
         if step > 1:
@@ -387,9 +395,23 @@ def swa(run, step, batch):
             p.data.lerp_(was, 0.5)
 
 
-CHANGES = (noisy, imbalanced, one_class, same_in_class, colours, sorted_by_class, outliers,
-           random_labels, very_noisy, two_classes, low_contrast, half_black, small_validation,
-           inverted_validation, drawn)
+CHANGES = (
+    noisy,
+    imbalanced,
+    one_class,
+    same_in_class,
+    colours,
+    sorted_by_class,
+    outliers,
+    random_labels,
+    very_noisy,
+    two_classes,
+    low_contrast,
+    half_black,
+    small_validation,
+    inverted_validation,
+    drawn,
+)
 HEALTHY = {  # name: (flags, what is done to the data, strike, flags of a leg that resumes it)
     **{function.__name__.replace("_", " "): ("", function) for function in CHANGES},
     **{function.__name__.replace("_", " "): ("--batch-size 5", function)
@@ -456,8 +478,11 @@ LOST = {
     "muon left out": ("", None, at(0, lambda run: run.optimizers.pop())),
     "a new head": ("", None, at(0, new_head)),
     "gradient 0 in the head": ("", None, at(0, lambda run: hook(run, "head", torch.zeros_like))),
-    "gradient 0 in the body from step 20": ("", None, at(20, lambda run: hook(
-        run, "body", torch.zeros_like))),
+    "gradient 0 in the body from step 20": (
+        "",
+        None,
+        at(20, lambda run: hook(run, "body", torch.zeros_like)),
+    ),
     "noise for gradients": ("", None, at(0, lambda run: hook(run, "", torch.randn_like))),
     "gradients reversed": ("", None, at(0, lambda run: hook(run, "", reverse))),
     "loss x 0": ("", None, at(0, loss_0)),
@@ -471,13 +496,19 @@ LOST = {
     "all weights 0": ("", None, at(0, lambda run: multiply(run, 0, "body", "middle", "head"))),
     "logits x 1e-9": ("", None, at(0, tiny_logits)),
     "labels shuffled": ("", shuffled_in_training),
-    "labels drawn anew": ("", None, batch_from(1, lambda run, x, y: (
-        x, torch.randint_like(y, 10)))),
+    "labels drawn anew": (
+        "",
+        None,
+        batch_from(1, lambda run, x, y: (x, torch.randint_like(y, 10))),
+    ),
     "labels constant": ("", constant_in_training),
     "images all 0": ("", None, batch_from(1, lambda run, x, y: (x * 0, y))),
     "training on noise": ("", noise_in_training),
-    "one batch for ever": ("--max-steps 120", None, batch_from(2, lambda run, x, y: (
-        x[:1].repeat(len(x), 1, 1, 1), y[:1].repeat(len(y))))),
+    "one batch for ever": (
+        "--max-steps 120",
+        None,
+        batch_from(2, lambda run, x, y: (x[:1].repeat(len(x), 1, 1, 1), y[:1].repeat(len(y)))),
+    ),
     "all cut out": ("--cutout 16",),
     "validation's labels shifted": ("", shifted_validation),
     "validation normalised otherwise": ("", bright_validation),
@@ -491,17 +522,29 @@ LOST = {
     "a layer moved by a millionth": ("", None, by_a_share(1e-6)),
     "a layer moved by a thousandth": ("", None, by_a_share(1e-3)),
     "an old copy is validated": ("", None, at(0, old_copy)),
-    "an accuracy of 99 %": ("", noisy, at(0, other_scores(
-        lambda metrics: {"acc1": torch.full_like(metrics["acc1"], 99.0)}))),
-    "a tenth of the loss": ("", noisy, at(0, other_scores(
-        lambda metrics: {"loss": metrics["loss"] / 10}))),
+    "an accuracy of 99 %": (
+        "",
+        noisy,
+        at(0, other_scores(lambda metrics: {"acc1": torch.full_like(metrics["acc1"], 99.0)})),
+    ),
+    "a tenth of the loss": (
+        "",
+        noisy,
+        at(0, other_scores(lambda metrics: {"loss": metrics["loss"] / 10})),
+    ),
     "validation exchanged": ("", None, at(30, validation_exchanged)),
     "last.pt: head x -3": ("", None, written("last.pt", head_reversed)),
-    "last.pt: the first weights": ("", None, written(
-        "last.pt", lambda state, first: state | {"model": first["model"]})),
+    "last.pt: the first weights": (
+        "",
+        None,
+        written("last.pt", lambda state, first: state | {"model": first["model"]}),
+    ),
     "last.pt: the first moments": ("", None, written("last.pt", no_moments)),
-    "last.pt: the first average": ("--ema 0.9", None, written(
-        "last.pt", lambda state, first: state | {"ema": first["ema"]})),
+    "last.pt: the first average": (
+        "--ema 0.9",
+        None,
+        written("last.pt", lambda state, first: state | {"ema": first["ema"]}),
+    ),
     "best.pt: head x -3": ("", None, written("best.pt", head_reversed)),
     "best.pt: the first weights": ("", None, written("best.pt", lambda state, first: first)),
 }
@@ -551,8 +594,12 @@ def run(name):
             _, end, lines = record.train_run(out, *argv, *f"{resumed} --resume auto".split())
     cures = [line["action"] for line in lines if line.get("event") == "cure"]
     said = [end.get("reason") or end.get("refused") or "", *end.get("warnings", []), *cures]
-    return {"name": name, "status": end.get("status", "refused"), "cures": cures,
-            "said": [*filter(None, said)]}
+    return {
+        "name": name,
+        "status": end.get("status", "refused"),
+        "cures": cures,
+        "said": [*filter(None, said)],
+    }
 
 
 def is_right(row):

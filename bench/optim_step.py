@@ -70,8 +70,9 @@ def contestants(shapes, device):
     def stock(scaled, **kind):
         own = params()
         optimizer = torch.optim.AdamW(own, lr=1e-4, **kind)
-        scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, growth_interval=10**9,
-                                      enabled=scaled)
+        scaler = torch.amp.GradScaler(
+            device.type, init_scale=SCALE, growth_interval=10**9, enabled=scaled
+        )
         scaler.scale(torch.ones((), device=device))  # creates its state
 
         def step():

@@ -84,9 +84,11 @@ def main(argv=None):
                 runs[rung].append({"seed": seed} | run(rung, args.steps, seed))
                 record.keep(head, args)
 
-    print(f"{args.model}, {args.steps} steps, n = {args.seeds} seeds; {head['hardware']}, torch "
-          f"{head['torch']}\n\n{'':14}{'images/s':>10}{'/ fp32':>8}{'peak MB':>9}"
-          f"{'accuracy, % (half spread)':>28}{'skipped':>9}")
+    print(
+        f"{args.model}, {args.steps} steps, n = {args.seeds} seeds; {head['hardware']}, torch "
+        f"{head['torch']}\n\n{'':14}{'images/s':>10}{'/ fp32':>8}{'peak MB':>9}"
+        f"{'accuracy, % (half spread)':>28}{'skipped':>9}"
+    )
     for rung in RUNGS:
         if rung in notes:
             head["rungs"][rung] = notes[rung]
@@ -105,9 +107,11 @@ def main(argv=None):
             "skipped": sum(end["skipped"] for end in runs[rung]),
         }
         accuracy = f"{row['val_acc1']:.2f} ({row['half_spread']:.2f})" if scores else "-"
-        print(f"{rung:14}{row['images_per_second']['median']:10.0f}"
-              f"{row['speed / fp32']['median']:8.2f}{row['peak_mb'] or '-':>9}{accuracy:>28}"
-              f"{row['skipped']:>9}  {'; '.join(row['ended'])}")
+        print(
+            f"{rung:14}{row['images_per_second']['median']:10.0f}"
+            f"{row['speed / fp32']['median']:8.2f}{row['peak_mb'] or '-':>9}{accuracy:>28}"
+            f"{row['skipped']:>9}  {'; '.join(row['ended'])}"
+        )
     record.write(head, args, samples=("runs",))
 
 

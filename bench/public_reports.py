@@ -38,7 +38,8 @@ class Row(NamedTuple):
 
 REPORTS = {
     "micro-batches cleared": Row(
-        "github.com/bytetriper/RAE/issues/67", "order",
+        "github.com/bytetriper/RAE/issues/67",
+        "order",
         r"3 of 4 backward passes .* script.py:\d+ in <module> clears",
         """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -48,9 +49,13 @@ for i in range(200):
     x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
     if i % 4 == 3:
         nn.utils.clip_grad_norm_(net.parameters(), 1.0); opt.step()
-""", "i % 1 == 0", "i % 4 == 0"),
+""",
+        "i % 1 == 0",
+        "i % 4 == 0",
+    ),
     "micro-batches cleared through the network": Row(
-        "github.com/tatsu-lab/alpaca_farm/issues/57", "order",
+        "github.com/tatsu-lab/alpaca_farm/issues/57",
+        "order",
         r"1 of 2 backward passes .* in train clears",
         """
 def train(net, opt):
@@ -59,9 +64,13 @@ def train(net, opt):
         if i % 2: opt.step(); opt.zero_grad()
         net.zero_grad()
 net = mlp(); train(net, torch.optim.Adam(net.parameters(), 1e-3))
-""", "        net.zero_grad()\n", ""),
+""",
+        "        net.zero_grad()\n",
+        "",
+    ),
     "clipped before unscale_": Row(
-        "github.com/milesial/Pytorch-UNet/issues/468", "order",
+        "github.com/milesial/Pytorch-UNet/issues/468",
+        "order",
         r"65536 times too large when they were clipped to 1 at script.py:\d+",
         """
 net = mlp(); opt = torch.optim.RMSprop(net.parameters(), 1e-4); s = torch.amp.GradScaler("cpu")
@@ -71,9 +80,13 @@ for i in range(60):
     s.scale(F.mse_loss(out.float(), y)).backward()
     pass
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0); s.step(opt); s.update()
-""", "    pass\n", "    s.unscale_(opt)\n"),
+""",
+        "    pass\n",
+        "    s.unscale_(opt)\n",
+    ),
     "values clipped before unscale_": Row(
-        "github.com/k2-fsa/icefall/pull/2081", "order",
+        "github.com/k2-fsa/icefall/pull/2081",
+        "order",
         r"1024 times too large when they were clipped to 0.5",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
@@ -84,16 +97,23 @@ for i in range(60):
     s.scale(F.mse_loss(out.float(), y)).backward()
     nn.utils.clip_grad_value_(net.parameters(), clip_value=0.5)
     s.step(opt); s.update()
-""", "clip_value=0.5", "clip_value=0.5 * s.get_scale()"),
+""",
+        "clip_value=0.5",
+        "clip_value=0.5 * s.get_scale()",
+    ),
     "no zero_grad": Row(
-        "github.com/yastrebksv/TennisCourtDetector/issues/7", "order",
+        "github.com/yastrebksv/TennisCourtDetector/issues/7",
+        "order",
         r"the gradients of 90 steps add up: .* script.py:\d+",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
 for i in range(90):
     x, y = data(i); loss = F.mse_loss(net(x), y)
     loss.backward(); opt.step()
-""", "loss.backward()", "opt.zero_grad(); loss.backward()"),
+""",
+        "loss.backward()",
+        "opt.zero_grad(); loss.backward()",
+    ),
     "zero_grad without parentheses": Row(
         "lightning.ai/docs/pytorch/stable/common/lightning_module.html#on-before-zero-grad",
         "order",
@@ -104,9 +124,13 @@ for i in range(90):
     x, y = data(i); loss = F.mse_loss(net(x), y)
     loss.backward(); opt.step()
     opt.zero_grad
-""", "    opt.zero_grad\n", "    opt.zero_grad()\n"),
+""",
+        "    opt.zero_grad\n",
+        "    opt.zero_grad()\n",
+    ),
     "zero_grad once an epoch": Row(
-        "github.com/meta-pytorch/torchforge/pull/71", "order",
+        "github.com/meta-pytorch/torchforge/pull/71",
+        "order",
         r"gradients of 120 steps add up",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-4)
@@ -115,9 +139,13 @@ for epoch in range(4):
     for i in range(30):
         x, y = data(i); loss = F.mse_loss(net(x), y)
         loss.backward(); opt.step()
-""", "loss.backward()", "[setattr(p, 'grad', None) for p in net.parameters()]; loss.backward()"),
+""",
+        "loss.backward()",
+        "[setattr(p, 'grad', None) for p in net.parameters()]; loss.backward()",
+    ),
     "zero_grad of the network only": Row(
-        "github.com/tenstorrent/tt-blacksmith/pull/711", "order",
+        "github.com/tenstorrent/tt-blacksmith/pull/711",
+        "order",
         r"nobody clears those of scale.weight, scale.bias before",
         """
 net, scale = mlp(), nn.Linear(3, 3)
@@ -125,9 +153,13 @@ opt = torch.optim.Adam([*net.parameters(), *scale.parameters()], 1e-3)
 for i in range(90):
     x, y = data(i); net.zero_grad()
     F.mse_loss(scale(net(x)), y).backward(); opt.step()
-""", "net.zero_grad()", "opt.zero_grad()"),
+""",
+        "net.zero_grad()",
+        "opt.zero_grad()",
+    ),
     "a schedule for updates that moves with micro-batches": Row(
-        "github.com/sgl-project/SpecForge/issues/364", "order",
+        "github.com/sgl-project/SpecForge/issues/364",
+        "order",
         r"lr of .* was 0 since step \d+ .*LambdaLR steps 4 times an update, at script.py:\d+",
         """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -136,9 +168,13 @@ for i in range(240):
     x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
     if i % 4 == 3: opt.step(); opt.zero_grad()
     if i % 1 == 0: rate.step()
-""", "i % 1 == 0", "i % 4 == 3"),
+""",
+        "i % 1 == 0",
+        "i % 4 == 3",
+    ),
     "a cosine that moves with micro-batches": Row(
-        "github.com/starVLA/starVLA/pull/210", "order",
+        "github.com/starVLA/starVLA/pull/210",
+        "order",
         r"made for 100 updates, and CosineAnnealingLR steps 2 times an update",
         """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -147,9 +183,13 @@ for i in range(200):
     x, y = data(i); (F.mse_loss(net(x), y) / 2).backward()
     if i % 2: opt.step(); opt.zero_grad()
     rate.step()
-""", "T_max=100", "T_max=200"),
+""",
+        "T_max=100",
+        "T_max=200",
+    ),
     "optimizers step again after the loss scaler": Row(
-        "github.com/IAHispano/Applio/pull/860", "order",
+        "github.com/IAHispano/Applio/pull/860",
+        "order",
         r"SGD makes two steps .* at script.py:\d+ in <module> and at .*, at least \d\d times",
         """
 G, D = nn.Linear(4, 8), mlp(1); s = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -159,9 +199,13 @@ for i in range(80):
     s.scale((F.softplus(-D(x)) + F.softplus(D(fake.detach()))).mean()).backward(); s.step(d)
     g.zero_grad(); s.scale(F.softplus(-D(fake)).mean()).backward(); s.step(g); s.update()
     g.step()
-""", "    g.step()\n", ""),
+""",
+        "    g.step()\n",
+        "",
+    ),
     "a value head that is read with item()": Row(
-        "github.com/jsboige/CoursIA/pull/15256", "path",
+        "github.com/jsboige/CoursIA/pull/15256",
+        "path",
         r"no gradient has reached .*value.* read as a number at script.py:\d+ in rollout",
         """
 class Agent(nn.Module):
@@ -179,10 +223,13 @@ for i in range(60):
     logp, values = rollout(net, i); returns = torch.linspace(1, 0, 5)
     loss = F.mse_loss(values, returns) - (logp * (returns - values.detach())).mean()
     opt.zero_grad(); loss.backward(); opt.step()
-""", "values.append(v.item())\n    return torch.stack(logp), torch.tensor(values)",
-        "values.append(v[0])\n    return torch.stack(logp), torch.stack(values)"),
+""",
+        "values.append(v.item())\n    return torch.stack(logp), torch.tensor(values)",
+        "values.append(v[0])\n    return torch.stack(logp), torch.stack(values)",
+    ),
     "a head that is read through NumPy": Row(
-        "github.com/jsboige/CoursIA/pull/15256", "path",
+        "github.com/jsboige/CoursIA/pull/15256",
+        "path",
         r"no gradient has reached head.bias, head.weight.* script.py:\d+",
         """
 body, head, aux = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(16, 3)
@@ -192,9 +239,13 @@ for i in range(60):
     out = torch.tensor(head(h).detach().numpy())
     loss = F.mse_loss(out, y) + F.mse_loss(aux(h), y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.tensor(head(h).detach().numpy())", "head(h)"),
+""",
+        "torch.tensor(head(h).detach().numpy())",
+        "head(h)",
+    ),
     "a soft update that misses its target": Row(
-        "github.com/AgileRL/AgileRL/pull/464", "state",
+        "github.com/AgileRL/AgileRL/pull/464",
+        "state",
         r"target\.\S+ .*never move, though script.py:\d+ in <module> computes an average",
         """
 net = mlp(); target = copy.deepcopy(net).requires_grad_(False)
@@ -206,9 +257,13 @@ for i in range(60):
     opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
     with torch.no_grad():
         for a, p in zip(mine, net.parameters()): a.mul_(0.9).add_(p, alpha=0.1)
-""", "[p.clone() for p in target.parameters()]", "[*target.parameters()]"),
+""",
+        "[p.clone() for p in target.parameters()]",
+        "[*target.parameters()]",
+    ),
     "freeze() is undone by train()": Row(
-        "github.com/pgniewko/gt-pyg/issues/112", "state",
+        "github.com/pgniewko/gt-pyg/issues/112",
+        "state",
         r"running statistics move .*encoder.* eval\(\)",
         """
 class Net(nn.Module):
@@ -222,18 +277,26 @@ opt = torch.optim.Adam(net.head.parameters(), 1e-2)
 for epoch in range(3):
     net.train()
     loop(net, opt, 20)
-""", "net.train()\n", "net.train(); net.encoder.eval()\n"),
+""",
+        "net.train()\n",
+        "net.train(); net.encoder.eval()\n",
+    ),
     "a frozen backbone of a projection": Row(
-        "github.com/lightly-ai/lightly/issues/1438", "state",
+        "github.com/lightly-ai/lightly/issues/1438",
+        "state",
         r"running statistics move",
         """
 back, head = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten()), nn.Linear(24, 3)
 for p in back.parameters(): p.requires_grad = False
 net = nn.Sequential(back, head); opt = torch.optim.SGD(head.parameters(), 1e-2)
 loop(net, opt, 60, batch=lambda i: (data(i)[0][:, None], data(i)[1]))
-""", "net = nn.Sequential(back, head)", "net = nn.Sequential(back.eval(), head)"),
+""",
+        "net = nn.Sequential(back, head)",
+        "net = nn.Sequential(back.eval(), head)",
+    ),
     "a resume that loads the moments alone": Row(
-        "github.com/msed-Ebrahimi/ARoFace/issues/8", "spike",
+        "github.com/msed-Ebrahimi/ARoFace/issues/8",
+        "spike",
         r"step 100: .* jumped .* new one since step 100: .*weight.* differ from those of the one",
         """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
@@ -244,9 +307,13 @@ for i in range(160):
         opt.load_state_dict(saved[1]); pass
     x, y = data(i, 64); loss = F.mse_loss(net(x), y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "pass", "net.load_state_dict(saved[0])"),
+""",
+        "pass",
+        "net.load_state_dict(saved[0])",
+    ),
     "a row whose gradient is clipped away": Row(
-        "github.com/ml-explore/mlx-lm/issues/1658", "spike",
+        "github.com/ml-explore/mlx-lm/issues/1658",
+        "spike",
         r"step 60: the gradient norm jumped .* Row 5 of 16 .* they alone hold 7",
         """
 emb, head = nn.Embedding(8, 16), nn.Linear(16, 3); emb.weight.data[7] *= 1e-17
@@ -257,9 +324,13 @@ for row in ids:
     e = emb(row); e = e * torch.rsqrt(e.pow(2).mean(-1, keepdim=True) + 1e-12)
     loss = F.cross_entropy(head(e), row % 3); opt.zero_grad(); loss.backward()
     nn.utils.clip_grad_norm_(params, 1.0); opt.step()
-""", "1e-17", "0.5"),
+""",
+        "1e-17",
+        "0.5",
+    ),
     "softmax before cross_entropy": Row(
-        "github.com/bkitano/llama-from-scratch/issues/5", "loss",
+        "github.com/bkitano/llama-from-scratch/issues/5",
+        "loss",
         r"loss at script.py:\d+ .*: its input went through softmax",
         """
 class Net(nn.Module):
@@ -271,9 +342,13 @@ class Net(nn.Module):
 net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
 for i in range(60):
     ids = torch.randint(9, (8, 5)); opt.zero_grad(); net(ids, (ids + 1) % 9).backward(); opt.step()
-""", "logits = F.softmax(a, dim=-1)", "logits = a"),
+""",
+        "logits = F.softmax(a, dim=-1)",
+        "logits = a",
+    ),
     "sigmoid before binary_cross_entropy_with_logits": Row(
-        "github.com/YXNTU/GeneralDyG/issues/6", "loss",
+        "github.com/YXNTU/GeneralDyG/issues/6",
+        "loss",
         r"loss at script.py:\d+ in <module>: its input went through sigmoid",
         """
 net = nn.Sequential(mlp(1), nn.Sigmoid()); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -281,9 +356,13 @@ for i in range(60):
     x, y = labels(i); out = net(x).squeeze()
     loss = F.binary_cross_entropy_with_logits(out, (y > 0).float(), reduction="none").mean()
     opt.zero_grad(); loss.backward(); opt.step()
-""", "nn.Sequential(mlp(1), nn.Sigmoid())", "mlp(1)"),
+""",
+        "nn.Sequential(mlp(1), nn.Sigmoid())",
+        "mlp(1)",
+    ),
     "an output layer that starts too large": Row(
-        "github.com/PiotrNawrot/nanoT5/issues/25", "loss",
+        "github.com/PiotrNawrot/nanoT5/issues/25",
+        "loss",
         r"first cross-entropy was \S+, at script.py:\d+ .* 50 classes have ln\(50\)",
         """
 emb, head = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False)
@@ -293,9 +372,13 @@ for i in range(60):
     ids = torch.randint(50, (16,)); ids[0] = -100 if i % 2 else ids[0]
     loss = F.cross_entropy(head(emb(ids.clamp(min=0))), ids); opt.zero_grad()
     loss.backward(); opt.step()
-""", "std=1.0", "std=64 ** -0.5"),
+""",
+        "std=1.0",
+        "std=64 ** -0.5",
+    ),
     "a sum without keepdim, between samples": Row(
-        "github.com/MarcoForte/FBA_Matting/issues/7", "experiment",
+        "github.com/MarcoForte/FBA_Matting/issues/7",
+        "experiment",
         r"Net at script.py:\d+ .*mixes the samples of a batch, .* first after add at "
         r"script.py:\d+ in forward: dim=0 is the batch",
         """
@@ -313,9 +396,13 @@ net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
 for epoch in range(3):
     for x, y in DataLoader(TensorDataset(images, goal), 16, shuffle=True):
         opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
-""", "* front, 1)", "* front, 1, keepdim=True)"),
+""",
+        "* front, 1)",
+        "* front, 1, keepdim=True)",
+    ),
     "a sum over samples for one over times": Row(
-        "github.com/rish-16/aft-pytorch/issues/1", "experiment",
+        "github.com/rish-16/aft-pytorch/issues/1",
+        "experiment",
         r"Net at script.py:\d+ .*mixes the samples of a batch",
         """
 from torch.utils.data import DataLoader, TensorDataset
@@ -332,9 +419,13 @@ x, y = data(0, 256)
 for epoch in range(3):
     for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
         opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
-""", "dim = 0", "dim = 1"),
+""",
+        "dim = 0",
+        "dim = 1",
+    ),
     "a condition that is projected and then left out": Row(
-        "github.com/lucidrains/e2-tts-pytorch/issues/28", "experiment",
+        "github.com/lucidrains/e2-tts-pytorch/issues/28",
+        "experiment",
         r"the input cond of Net at script.py:\d+ .*has no influence on the loss: .*"
         r"script.py:\d+ in forward reads it first",
         """
@@ -352,9 +443,13 @@ for i in range(60):
     x, y = data(i); opt.zero_grad()
     loss = F.mse_loss(net(x, torch.rand(16, 1), cond=torch.randn(16, 4)), y)
     loss.backward(); opt.step()
-""", "h = h + self.time(times)", "h = h + self.time(times) + cond"),
+""",
+        "h = h + self.time(times)",
+        "h = h + self.time(times) + cond",
+    ),
     "a mask that hides scores which nobody uses": Row(
-        "github.com/lucidrains/flamingo-pytorch/issues/10", "experiment",
+        "github.com/lucidrains/flamingo-pytorch/issues/10",
+        "experiment",
         r"the input mask of Net at script.py:\d+ .*has no influence on the loss",
         """
 class Net(nn.Module):
@@ -371,9 +466,13 @@ for i in range(60):
     ids = torch.randint(1, 30, (16, 9)) * mask
     loss = F.cross_entropy(net(ids, mask), ids[:, 1] % 3)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "(scores.softmax", "(hidden.softmax"),
+""",
+        "(scores.softmax",
+        "(hidden.softmax",
+    ),
     "attention that drops in evaluation": Row(
-        "github.com/coleygroup/ms-pred/issues/38", "evaluation",
+        "github.com/coleygroup/ms-pred/issues/38",
+        "evaluation",
         r"scaled_dot_product_attention at script.py:\d+ in forward drops in eval mode",
         """
 class Net(nn.Module):
@@ -391,9 +490,13 @@ for i in range(90):
         net.eval()
         with torch.no_grad(): print(F.mse_loss(net(data(99)[0]), data(99)[1]).item())
         net.train()
-""", "p = self.dropout", "p = self.dropout if self.training else 0.0"),
+""",
+        "p = self.dropout",
+        "p = self.dropout if self.training else 0.0",
+    ),
     "functional dropout in evaluation": Row(
-        "github.com/rixwew/pytorch-fm/issues/21", "evaluation",
+        "github.com/rixwew/pytorch-fm/issues/21",
+        "evaluation",
         r"dropout at script.py:\d+ in forward drops in eval mode",
         """
 class Net(nn.Module):
@@ -402,18 +505,26 @@ class Net(nn.Module):
     def forward(self, x): return self.last(F.dropout(self.first(x).relu(), p=0.1))
 net = Net(); loop(net, None, 60); net.eval()
 with torch.no_grad(): print(net(data(0)[0]).sum())
-""", "p=0.1", "p=0.1, training=self.training"),
+""",
+        "p=0.1",
+        "p=0.1, training=self.training",
+    ),
     "an evaluation before spectral_norm was iterated": Row(
-        "github.com/pytorch/pytorch/issues/51800", "evaluation",
+        "github.com/pytorch/pytorch/issues/51800",
+        "evaluation",
         r"0.weight_orig .*spectral_norm were evaluated before the first forward pass in training",
         """
 net = nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 32)), nn.ReLU(), nn.Linear(32, 3))
 net.eval()
 with torch.no_grad(): print(net(data(0)[0]).var())
 net.train(); loop(net, None, 60)
-""", "net.eval()\n", "net(data(1)[0]); net.eval()\n"),
+""",
+        "net.eval()\n",
+        "net(data(1)[0]); net.eval()\n",
+    ),
     "attention over the batch": Row(
-        "github.com/aipixel/AEMatter/issues/3", "shape",
+        "github.com/aipixel/AEMatter/issues/3",
+        "shape",
         r"the 16 samples of a batch are taken for steps in time by MultiheadAttention",
         """
 class Net(nn.Module):
@@ -423,9 +534,13 @@ class Net(nn.Module):
     def forward(self, x): return self.head(self.attention(x, x, x)[0].mean(1))
 net = Net()
 loop(net, None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,))), F.cross_entropy)
-""", "nn.MultiheadAttention(8, 2)", "nn.MultiheadAttention(8, 2, batch_first=True)"),
+""",
+        "nn.MultiheadAttention(8, 2)",
+        "nn.MultiheadAttention(8, 2, batch_first=True)",
+    ),
     "a mask that pooling never reads": Row(
-        "github.com/tomhosking/torchseq/issues/10", "argument",
+        "github.com/tomhosking/torchseq/issues/10",
+        "argument",
         r"Net is given mask and reads nothing of it",
         """
 class Net(nn.Module):
@@ -440,9 +555,13 @@ for i in range(60):
     ids = torch.randint(50, (16, 12)) * mask
     loss = F.cross_entropy(net(ids, mask=mask), ids.sum(1) % 3)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.ones_like(ids)", "mask.long()"),
+""",
+        "torch.ones_like(ids)",
+        "mask.long()",
+    ),
     "evaluation mode for ever after the first validation": Row(
-        "github.com/wkentaro/pytorch-fcn/issues/57", "mode",
+        "github.com/wkentaro/pytorch-fcn/issues/57",
+        "mode",
         r"autopsy: .*eval.*train\(\)",
         """
 net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2),
@@ -456,9 +575,13 @@ for i in range(120):
     if i % 40 == 20: validate(); pass
     x, y = labels(i); loss = F.cross_entropy(net(x), y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "pass", "net.train()"),
+""",
+        "pass",
+        "net.train()",
+    ),
     "a softmax over the batch in attention of one's own": Row(
-        "github.com/PetrochukM/PyTorch-NLP/issues/2", "batch",
+        "github.com/PetrochukM/PyTorch-NLP/issues/2",
+        "batch",
         r"autopsy: .*samples.*script.py:\d+|autopsy: .*softmax at script.py:\d+.*batch",
         """
 class Net(nn.Module):
@@ -472,9 +595,13 @@ def batch(i):
     g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
     return x, x[:, 0].argmax(1) % 3
 loop(Net(), None, 90, batch, F.cross_entropy)
-""", "dim=0", "dim=-1"),
+""",
+        "dim=0",
+        "dim=-1",
+    ),
     "an attention whose softmax is over one number": Row(
-        "github.com/DEEP-PolyU/KEQA_WSDM19/issues/2", "path",
+        "github.com/DEEP-PolyU/KEQA_WSDM19/issues/2",
+        "path",
         r"autopsy: .*attn.*(exactly )?0 .*[Ss]oftmax",
         """
 class Net(nn.Module):
@@ -486,9 +613,13 @@ class Net(nn.Module):
         weights = F.softmax(scores, dim=1)
         return self.head((weights.view(B, T, 1) * x).sum(1))
 loop(Net(), None, 90, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,))), F.cross_entropy)
-""", "F.softmax(scores, dim=1)", "F.softmax(scores.view(B, T), dim=1)"),
+""",
+        "F.softmax(scores, dim=1)",
+        "F.softmax(scores.view(B, T), dim=1)",
+    ),
     "view of a hidden state mixes samples": Row(
-        "github.com/timbmg/Sentence-VAE/issues/15", "batch",
+        "github.com/timbmg/Sentence-VAE/issues/15",
+        "batch",
         r"autopsy: .*(samples|rows).*script.py:\d+|autopsy: .*script.py:\d+.*(samples|rows)",
         """
 class Net(nn.Module):
@@ -503,9 +634,13 @@ def batch(i):
     g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
     return x, x[:, 0].argmax(1) % 3
 loop(Net(), None, 90, batch, F.cross_entropy)
-""", "hidden.reshape(len(x), 24)", "hidden.transpose(0, 1).reshape(len(x), 24)"),
+""",
+        "hidden.reshape(len(x), 24)",
+        "hidden.transpose(0, 1).reshape(len(x), 24)",
+    ),
     "mse_loss of (n, 1) and (n,)": Row(
-        "github.com/LAMDA-Tabular/TALENT/pull/92", "shape",
+        "github.com/LAMDA-Tabular/TALENT/pull/92",
+        "shape",
         r"autopsy: .*script.py:\d+.*\[16, 1\].*\[16\]|autopsy: .*script.py:\d+.*\[16\].*\[16, 1\]",
         """
 net = mlp(1); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -513,9 +648,13 @@ for i in range(90):
     x, y = data(i); y = y[:, 0]
     loss = F.mse_loss(net(x), y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "F.mse_loss(net(x), y)", "F.mse_loss(net(x), y[:, None])"),
+""",
+        "F.mse_loss(net(x), y)",
+        "F.mse_loss(net(x), y[:, None])",
+    ),
     "a difference of (n, 1) and (n,) by hand": Row(
-        "github.com/benedekrozemberczki/pytorch_geometric_temporal/pull/233", "shape",
+        "github.com/benedekrozemberczki/pytorch_geometric_temporal/pull/233",
+        "shape",
         r"autopsy: .*script.py:\d+.*\[20, 1\].*\[20\]|autopsy: .*script.py:\d+.*\[20\].*\[20, 1\]",
         """
 class Net(nn.Module):
@@ -532,9 +671,13 @@ for epoch in range(3):
         cost = cost + torch.mean((guess - y) ** 2)
         if i % 4 == 3:
             (cost / 4).backward(); opt.step(); opt.zero_grad(); cost = 0
-""", "guess = net(x, edges)\n", "guess = net(x, edges).squeeze()\n"),
+""",
+        "guess = net(x, edges)\n",
+        "guess = net(x, edges).squeeze()\n",
+    ),
     "an average without the running statistics": Row(
-        "github.com/FlyreelAI/sesemi/issues/36", "state",
+        "github.com/FlyreelAI/sesemi/issues/36",
+        "state",
         r"autopsy: .*running (statistics|mean).*(average|copy|never)|autopsy: .*average.*running",
         """
 net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
@@ -548,9 +691,13 @@ for i in range(120):
     x, y = labels(i); x = 3 * x + 2
     opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step(); follow()
 with torch.no_grad(): print((ema(3 * labels(0)[0] + 2).argmax(1) == labels(0)[1]).float().mean())
-""", "        pass\n", "        for e, b in zip(ema.buffers(), net.buffers()): e.copy_(b)\n"),
+""",
+        "        pass\n",
+        "        for e, b in zip(ema.buffers(), net.buffers()): e.copy_(b)\n",
+    ),
     "the optimizer before the layers are exchanged": Row(
-        "github.com/hustzxd/EfficientPyTorch/issues/1", "state",
+        "github.com/hustzxd/EfficientPyTorch/issues/1",
+        "state",
         r"autopsy: .*\d\.(weight|inner).*in (any|no) optimizer|autopsy: .*other tensors",
         """
 class Quantized(nn.Module):
@@ -564,10 +711,13 @@ net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32,
 pass
 opt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9); exchange(net)
 loop(net, opt, 90, labels, F.cross_entropy)
-""", "pass\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9); exchange(net)",
-        "exchange(net)\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)"),
+""",
+        "pass\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9); exchange(net)",
+        "exchange(net)\nopt = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)",
+    ),
     "the first batch of the loader, for ever": Row(
-        "github.com/wandb/examples/issues/444", "data",
+        "github.com/wandb/examples/issues/444",
+        "data",
         r"autopsy: .*same (batch|input|numbers|tensor)",
         """
 x, y = labels(0, 256)
@@ -579,9 +729,13 @@ for epoch in range(6):
         x, y = next(iter(loader))
         loss = F.cross_entropy(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
-""", "next(iter(loader))", "next(batches)"),
+""",
+        "next(iter(loader))",
+        "next(batches)",
+    ),
     "a causal mask that is the wrong way round": Row(
-        "github.com/rasbt/LLMs-from-scratch/issues/1061", "mask",
+        "github.com/rasbt/LLMs-from-scratch/issues/1061",
+        "mask",
         r"autopsy: .*mask.*(future|later|after)",
         """
 class Net(nn.Module):
@@ -597,22 +751,34 @@ for i in range(90):
     ids = torch.randint(1, 20, (16, 1)) + torch.arange(13); ids = ids % 20
     loss = F.cross_entropy(net(ids[:, :-1]).transpose(1, 2), ids[:, 1:])
     opt.zero_grad(); loss.backward(); opt.step()
-""", "attn_mask=mask", "attn_mask=~mask"),
+""",
+        "attn_mask=mask",
+        "attn_mask=~mask",
+    ),
     "a ReLU after the last layer": Row(
-        "github.com/pytorch/tutorials/pull/1644", "loss",
+        "github.com/pytorch/tutorials/pull/1644",
+        "loss",
         r"autopsy: .*loss at script.py:\d+.*(relu|ReLU)",
         """
 net = nn.Sequential(mlp(), nn.ReLU()); loop(net, None, 90, labels, F.cross_entropy)
-""", "nn.Sequential(mlp(), nn.ReLU())", "nn.Sequential(mlp(), nn.Identity())"),
+""",
+        "nn.Sequential(mlp(), nn.ReLU())",
+        "nn.Sequential(mlp(), nn.Identity())",
+    ),
     "SGD with a rate for Adam": Row(
-        "pypi.org/project/torchtest2 (its gallery, 10)", "state",
+        "pypi.org/project/torchtest2 (its gallery, 10)",
+        "state",
         r"autopsy: in \d+ updates SGD has moved no matrix .*its learning rate, 1e-05 .*too small",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), lr=1e-5)
 loop(net, opt, 200, labels, F.cross_entropy)
-""", "lr=1e-5", "lr=1e-1"),
+""",
+        "lr=1e-5",
+        "lr=1e-1",
+    ),
     "the best weights are a reference": Row(
-        "github.com/WenjieDu/PyPOTS/issues/667", "state",
+        "github.com/WenjieDu/PyPOTS/issues/667",
+        "state",
         r"autopsy: .*load_state_dict.*script.py:\d+.*(own|same|nothing)",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 3e-2); best = 1e9
@@ -622,9 +788,13 @@ for epoch in range(8):
     if loss < best: best, state = loss, net.state_dict()
 net.load_state_dict(state)
 with torch.no_grad(): print(best, F.mse_loss(net(data(999)[0]), data(999)[1]).item())
-""", "best, state = loss, net.state_dict()", "best, state = loss, copy.deepcopy(net.state_dict())"),
+""",
+        "best, state = loss, net.state_dict()",
+        "best, state = loss, copy.deepcopy(net.state_dict())",
+    ),
     "clipped after the step": Row(
-        "github.com/awslabs/graphstorm/pull/1382", "order",
+        "github.com/awslabs/graphstorm/pull/1382",
+        "order",
         r"clipped to 1 at script.py:\d+ .*step of Adam at script.py:\d+ .*seen 1\d\d times",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2)
@@ -632,9 +802,13 @@ def clip(): nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
 for i in range(120):
     x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward()
     opt.step(); clip()
-""", "opt.step(); clip()", "clip(); opt.step()"),
+""",
+        "opt.step(); clip()",
+        "clip(); opt.step()",
+    ),
     "a warm-up that begins anew in each epoch": Row(
-        "github.com/Vision-CAIR/MiniGPT-4/pull/263", "order",
+        "github.com/Vision-CAIR/MiniGPT-4/pull/263",
+        "order",
         r"rate of AdamW begins anew .*script.py:\d+ in <module>.*first value, 1e-05, 5 times",
         """
 data_set = torch.utils.data.TensorDataset(*data(0, 320))
@@ -646,9 +820,13 @@ for epoch in range(6):
     for k, (x, y) in enumerate(loader):
         set_rate(k)
         loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
-""", "set_rate(k)", "set_rate(k + epoch * len(loader))"),
+""",
+        "set_rate(k)",
+        "set_rate(k + epoch * len(loader))",
+    ),
     "the target network is the network itself": Row(
-        "github.com/datawhalechina/easy-rl/pull/117", "state",
+        "github.com/datawhalechina/easy-rl/pull/117",
+        "state",
         r"target is no copy of .*net: .*load_state_dict\(\) at script.py:\d+ .*deepcopy",
         """
 class Agent:
@@ -664,9 +842,13 @@ agent = Agent()
 for i in range(100):
     agent.learn(i)
     if i % 20 == 0: agent.target.load_state_dict(agent.net.state_dict())
-""", "self.target = self.net", "self.target = copy.deepcopy(self.net)"),
+""",
+        "self.target = self.net",
+        "self.target = copy.deepcopy(self.net)",
+    ),
     "the target network loads itself": Row(
-        "github.com/thesouther/MARL/issues/8", "state",
+        "github.com/thesouther/MARL/issues/8",
+        "state",
         r"target loads its own state_dict\(\) at script.py:\d+ .*changes nothing",
         """
 net = mlp(2); target = copy.deepcopy(net); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -676,9 +858,13 @@ for i in range(100):
     loss = F.smooth_l1_loss(q, y[:, 1:2] + 0.9 * best)
     opt.zero_grad(); loss.backward(); opt.step()
     if i % 20 == 0: target.load_state_dict(target.state_dict())
-""", "(target.state_dict())", "(net.state_dict())"),
+""",
+        "(target.state_dict())",
+        "(net.state_dict())",
+    ),
     "a distributed sampler without set_epoch": Row(
-        "github.com/kan-bayashi/ParallelWaveGAN/issues/177", "data",
+        "github.com/kan-bayashi/ParallelWaveGAN/issues/177",
+        "data",
         r"each of \d passes over the loader at script.py:\d+ .*order of the first: .*set_epoch",
         """
 x = torch.randn(320, 8); data_set = torch.utils.data.TensorDataset(x, x.cumsum(1)[:, :3])
@@ -692,9 +878,13 @@ for epoch in range(6):
         loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
     with torch.no_grad():
         for x, y in torch.utils.data.DataLoader(data_set, 64, sampler=held_out): net(x)
-""", "    pass\n", "    sampler.set_epoch(epoch)\n"),
+""",
+        "    pass\n",
+        "    sampler.set_epoch(epoch)\n",
+    ),
     "padding in the loss of a language model": Row(
-        "github.com/EleutherAI/aria/pull/40", "loss",
+        "github.com/EleutherAI/aria/pull/40",
+        "loss",
         r"cross-entropy at script.py:\d+ .*counts padding: \d\d% of its labels are 0.*ignore_index",
         """
 class Net(nn.Module):
@@ -710,9 +900,13 @@ for i in range(40):
     out = net(ids[:, :-1]).transpose(1, 2)
     loss = F.cross_entropy(out, ids[:, 1:])
     opt.zero_grad(); loss.backward(); opt.step()
-""", "ids[:, 1:])", "ids[:, 1:], ignore_index=0)"),
+""",
+        "ids[:, 1:])",
+        "ids[:, 1:], ignore_index=0)",
+    ),
     "padding counts in the loss": Row(
-        "github.com/lukas-blecher/LaTeX-OCR/issues/305", "loss",
+        "github.com/lukas-blecher/LaTeX-OCR/issues/305",
+        "loss",
         r"autopsy: .*padding",
         """
 class Net(nn.Module):
@@ -726,9 +920,13 @@ for i in range(90):
     out = net(ids[:, :-1]).transpose(1, 2)
     loss = F.cross_entropy(out, ids[:, 1:], ignore_index=-100)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "ignore_index=-100", "ignore_index=0"),
+""",
+        "ignore_index=-100",
+        "ignore_index=0",
+    ),
     "a mask that hides all but the padding": Row(
-        "github.com/neuro-galaxy/torch_brain/pull/74", "mask",
+        "github.com/neuro-galaxy/torch_brain/pull/74",
+        "mask",
         r"gradient of .*unit.weight.*becomes 0 .* only its padding_idx is reached",
         """
 class Net(nn.Module):
@@ -746,9 +944,13 @@ for i in range(40):
     ids = torch.randint(1, 24, (16, 12)) * (torch.arange(12) < torch.randint(3, 11, (16, 1)))
     loss = F.mse_loss(net(ids), torch.stack([ids.float().mean(1) / 9] * 3, 1))
     opt.zero_grad(); loss.backward(); opt.step()
-""", "hidden = ids != 0", "hidden = ids == 0"),
+""",
+        "hidden = ids != 0",
+        "hidden = ids == 0",
+    ),
     "test images that are not normalised": Row(
-        "github.com/JeasunLok/ResNet-pytorch/issues/1", "data",
+        "github.com/JeasunLok/ResNet-pytorch/issues/1",
+        "data",
         r"trained with images of -1\S+ .*, and evaluated at script.py:\d+ .*lack a Normalize",
         """
 images = torch.rand(64, 3, 12, 12) ** 2; y = torch.randint(3, (64,))
@@ -763,9 +965,13 @@ for epoch in range(5):
     net.eval()
     with torch.no_grad():
         for x in images.flip(0).split(32): net(x)
-""", "net(x)\n", "net(normalised(x))\n"),
+""",
+        "net(x)\n",
+        "net(normalised(x))\n",
+    ),
     "workers that are seeded alike in each epoch": Row(
-        "github.com/Lightning-AI/pytorch-lightning/issues/20412", "data",
+        "github.com/Lightning-AI/pytorch-lightning/issues/20412",
+        "data",
         r"workers .* same random numbers in each pass: script.py:\d+ in seed seeds them alike",
         """
 class Noisy(torch.utils.data.Dataset):
@@ -778,9 +984,13 @@ net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2)
 for epoch in range(4):
     for x, y in load:
         loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.manual_seed(7 + worker)", "torch.manual_seed(torch.initial_seed() + worker)"),
+""",
+        "torch.manual_seed(7 + worker)",
+        "torch.manual_seed(torch.initial_seed() + worker)",
+    ),
     "a seed for pictures before each epoch": Row(
-        "github.com/huggingface/diffusers/issues/175", "data",
+        "github.com/huggingface/diffusers/issues/175",
+        "data",
         r"pass .*script.py:\d+ in <module> .*same random numbers: torch.manual_seed\(\) at script",
         """
 data_set = torch.utils.data.TensorDataset(*data(0, 96))
@@ -793,9 +1003,13 @@ for epoch in range(5):
     for x, y in load:
         loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
     look(net)
-""", "    torch.manual_seed(0); x = torch.randn(16, 8)", "    x = torch.randn(16, 8)"),
+""",
+        "    torch.manual_seed(0); x = torch.randn(16, 8)",
+        "    x = torch.randn(16, 8)",
+    ),
     "a softmax over the queries of attention": Row(
-        "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/146", "shape",
+        "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/146",
+        "shape",
         r"autopsy: softmax at script.py:\d+ in forward .*dimension 1 of .*script.py:\d+.*dim=-1",
         """
 class Net(nn.Module):
@@ -808,9 +1022,13 @@ class Net(nn.Module):
         weights = F.dropout(F.softmax(scores, dim=1), 0.1, self.training)
         return self.head((h + weights @ self.value(h)).mean(1))
 loop(Net(), None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,))), F.cross_entropy)
-""", "dim=1)", "dim=2)"),
+""",
+        "dim=1)",
+        "dim=2)",
+    ),
     "labels shifted in the data, and in the loss": Row(
-        "github.com/huggingface/transformers/issues/47394", "loss",
+        "github.com/huggingface/transformers/issues/47394",
+        "loss",
         r"autopsy: the labels of the loss at script.py:\d+ in forward are .*(two|twice)",
         """
 class Net(nn.Module):
@@ -824,9 +1042,13 @@ net = Net(); opt = torch.optim.AdamW(net.parameters(), 3e-3)
 for i in range(60):
     text = torch.randint(20, (8, 14)); ids, labels = text[:, :-1], text[:, 1:]
     loss = net(ids, labels); opt.zero_grad(); loss.backward(); opt.step()
-""", "labels = text[:, :-1], text[:, 1:]", "labels = text[:, :-1], text[:, :-1]"),
+""",
+        "labels = text[:, :-1], text[:, 1:]",
+        "labels = text[:, :-1], text[:, :-1]",
+    ),
     "labels that are not shifted, under a causal mask": Row(
-        "github.com/macrocosm-os/pretraining/pull/64", "loss",
+        "github.com/macrocosm-os/pretraining/pull/64",
+        "loss",
         r"autopsy: the labels of the loss at script.py:\d+ .*(copy|itself|sees)",
         """
 class Net(nn.Module):
@@ -842,9 +1064,13 @@ for i in range(60):
     ids, labels = text[:, :-1], text[:, :-1]
     loss = F.cross_entropy(net(ids).transpose(1, 2), labels)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "text[:, :-1], text[:, :-1]", "text[:, :-1], text[:, 1:]"),
+""",
+        "text[:, :-1], text[:, :-1]",
+        "text[:, :-1], text[:, 1:]",
+    ),
     "images that are divided by 255 twice": Row(
-        "github.com/4uiiurz1/pytorch-nested-unet/issues/62", "data",
+        "github.com/4uiiurz1/pytorch-nested-unet/issues/62",
+        "data",
         r"autopsy: BatchNorm2d conv.1 .*variance.* script.py:\d+ .*(twice|scaled)",
         """
 class Net(nn.Module):
@@ -856,9 +1082,13 @@ def batch(i):
     g = torch.Generator().manual_seed(i); x = torch.randint(0, 256, (16, 3, 12, 12), generator=g)
     return x.float() / 255 / 255, (x[:, 0].float().mean((1, 2)) > 127).long()
 loop(Net(), None, 60, batch, F.cross_entropy)
-""", "/ 255 / 255", "/ 255"),
+""",
+        "/ 255 / 255",
+        "/ 255",
+    ),
     "a padding mask of ones": Row(
-        "github.com/yg211/bert_nli/pull/3", "mask",
+        "github.com/yg211/bert_nli/pull/3",
+        "mask",
         r"autopsy: .*mask.*script.py:\d+ in <module>.*(hides nothing|ones).*padding",
         """
 class Net(nn.Module):
@@ -873,9 +1103,13 @@ for i in range(60):
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True); mask = torch.ones_like(ids)
     loss = F.cross_entropy(net(ids, mask), ids[:, 0] % 3)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.ones_like(ids)", "(ids != 0).long()"),
+""",
+        "torch.ones_like(ids)",
+        "(ids != 0).long()",
+    ),
     "one layer, several times in a list": Row(
-        "github.com/linkedin/Liger-Kernel/pull/269", "state",
+        "github.com/linkedin/Liger-Kernel/pull/269",
+        "state",
         r"autopsy: .*heads\.0.*same",
         """
 class Net(nn.Module):
@@ -886,9 +1120,13 @@ class Net(nn.Module):
     def forward(self, x): h = self.body(x).relu(); return torch.stack([f(h) for f in self.heads], 1)
 def loss_of(out, y): return sum(F.mse_loss(out[:, k], y.roll(k, 1)) for k in range(3))
 loop(Net(), None, 90, data, loss_of)
-""", "[head()] * 3", "head() for _ in range(3)"),
+""",
+        "[head()] * 3",
+        "head() for _ in range(3)",
+    ),
     "one block, several times in a Sequential": Row(
-        "github.com/acids-ircam/ddsp_pytorch/issues/37", "state",
+        "github.com/acids-ircam/ddsp_pytorch/issues/37",
+        "state",
         r"autopsy: 1 and 2 more of its list are the same Sequential: .* at script.py:\d+ in stack",
         """
 def block(d): return nn.Sequential(nn.Linear(d, d), nn.LayerNorm(d), nn.Tanh())
@@ -898,9 +1136,13 @@ def stack(d, n):
         *([block(d)] * n),
         nn.Linear(d, 3))
 loop(stack(16, 3), None, 60, labels, F.cross_entropy)
-""", "*([block(d)] * n)", "*[block(d) for _ in range(n)]"),
+""",
+        "*([block(d)] * n)",
+        "*[block(d) for _ in range(n)]",
+    ),
     "a ratio [n] times advantages [n, 1]": Row(
-        "github.com/RITCHIEHuang/DeepRL_Algorithms/issues/13", "shape",
+        "github.com/RITCHIEHuang/DeepRL_Algorithms/issues/13",
+        "shape",
         r"autopsy: the product at script.py:\d+ in surrogate .* \[32\] and \[32, 1\] make a square",
         """
 net = mlp(2); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -916,9 +1158,13 @@ for i in range(30):
         loss = surrogate((policy.log_prob(action) - old).exp(), advantage)
         loss = loss - 0.01 * policy.entropy().mean()
         opt.zero_grad(); loss.backward(); opt.step()
-""", "y[:, :1]", "y[:, 0]"),
+""",
+        "y[:, :1]",
+        "y[:, 0]",
+    ),
     "an error of a target under no_grad, by hand": Row(
-        "github.com/RITCHIEHuang/DeepRL_Algorithms/issues/13", "shape",
+        "github.com/RITCHIEHuang/DeepRL_Algorithms/issues/13",
+        "shape",
         r"autopsy: the loss at script.py:\d+ .* each result with each target: \[20\] and \[20, 1\]",
         """
 q, slow = mlp(2), mlp(2); opt = torch.optim.Adam(q.parameters(), 1e-3)
@@ -929,9 +1175,13 @@ for i in range(60):
     error = q(x).gather(1, action)[:, 0] - goal
     loss = error.pow(2).mean(); opt.zero_grad(); loss.backward(); opt.step()
     if i % 10 == 0: slow.load_state_dict(q.state_dict())
-""", "q(x).gather(1, action)[:, 0] - goal", "q(x).gather(1, action) - goal"),
+""",
+        "q(x).gather(1, action)[:, 0] - goal",
+        "q(x).gather(1, action) - goal",
+    ),
     "a teacher distilled into itself": Row(
-        "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66", "path",
+        "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/66",
+        "path",
         r"autopsy: a term of the loss trains nothing: kl_div at script.py:\d+ in distill compares",
         """
 teacher, student = mlp(), mlp(); loop(teacher, None, 40, labels, F.cross_entropy)
@@ -942,9 +1192,13 @@ def distill(x, y, T=4.0):
     return 10 * F.kl_div(mine, soft, reduction="batchmean") + F.cross_entropy(out, y)
 for i in range(40):
     loss = distill(*labels(i)); opt.zero_grad(); loss.backward(); opt.step()
-""", "mine = (known / T)", "mine = (out / T)"),
+""",
+        "mine = (known / T)",
+        "mine = (out / T)",
+    ),
     "a term of what was detached": Row(
-        "github.com/nikhilsinghmus/image2reverb/issues/37", "path",
+        "github.com/nikhilsinghmus/image2reverb/issues/37",
+        "path",
         r"a term of the loss trains nothing: l1_loss at script.py:\d+ .* detach at script.py:\d+",
         """
 class Net(nn.Module):
@@ -956,9 +1210,13 @@ class Net(nn.Module):
         return sum(terms.values())
 net = Net(); opt = torch.optim.SGD(net.parameters(), 0.1)
 for i in range(60): loss = net(*data(i)); opt.zero_grad(); loss.backward(); opt.step()
-""", "few = h.detach()", "few = h"),
+""",
+        "few = h.detach()",
+        "few = h",
+    ),
     "the generator's adversarial loss is detached": Row(
-        "github.com/nikhilsinghmus/image2reverb/issues/37", "path",
+        "github.com/nikhilsinghmus/image2reverb/issues/37",
+        "path",
         r"autopsy: .*(term|loss).*script.py:\d+.*(no gradient|detach)",
         """
 G, D = mlp(3), nn.Sequential(nn.Linear(11, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -971,9 +1229,13 @@ for i in range(90):
     g.zero_grad(); (adversarial + 10 * near).backward(); g.step()
     there, here = D(torch.cat([x, real], 1)), D(torch.cat([x, fake.detach()], 1))
     d.zero_grad(); ((there - 1).square().mean() + here.square().mean()).backward(); d.step()
-""", "guess = D(torch.cat([x, fake.detach()], 1))", "guess = D(torch.cat([x, fake], 1))"),
+""",
+        "guess = D(torch.cat([x, fake.detach()], 1))",
+        "guess = D(torch.cat([x, fake], 1))",
+    ),
     "an adversarial term of what was made for the discriminator": Row(
-        "github.com/nikhilsinghmus/image2reverb/issues/37", "path",
+        "github.com/nikhilsinghmus/image2reverb/issues/37",
+        "path",
         r"a term of the loss at script.py:\d+ in step trains nothing: .*D.* detach at script.py:",
         """
 G, D = mlp(), nn.Sequential(nn.Linear(11, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
@@ -985,9 +1247,13 @@ def step(x, y):
     adversarial = -judge(x, fake).mean()
     (0.1 * adversarial + 10 * F.l1_loss(out, y)).backward(); g.step()
 for i in range(60): step(*data(i))
-""", "-judge(x, fake)", "-judge(x, out)"),
+""",
+        "-judge(x, fake)",
+        "-judge(x, out)",
+    ),
     "probabilities in kl_div": Row(
-        "github.com/microsoft/ProDA/issues/43", "loss",
+        "github.com/microsoft/ProDA/issues/43",
+        "loss",
         r"kl_div at script.py:\d+ in <module> takes log-probabilities",
         """
 teacher, net = mlp(), mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -997,9 +1263,13 @@ for i in range(40):
     out = net(x); student = F.softmax(out, 1)
     near = F.kl_div(student, soft, reduction="none"); loss = F.cross_entropy(out, y) + near.mean()
     opt.zero_grad(); loss.backward(); opt.step()
-""", "student = F.softmax(out, 1)", "student = F.log_softmax(out, 1)"),
+""",
+        "student = F.softmax(out, 1)",
+        "student = F.log_softmax(out, 1)",
+    ),
     "logits in ctc_loss": Row(
-        "github.com/gwx314/STARS/issues/9", "loss",
+        "github.com/gwx314/STARS/issues/9",
+        "loss",
         r"ctc_loss at script.py:\d+ in <module> takes log-probabilities",
         """
 rnn, head = nn.GRU(8, 32, batch_first=True), nn.Linear(32, 10)
@@ -1008,9 +1278,13 @@ for i in range(40):
     out = head(rnn(torch.randn(16, 30, 8))[0]).transpose(0, 1); y = torch.randint(1, 10, (16, 6))
     loss = ctc(out, y, torch.full((16,), 30), torch.full((16,), 6))
     opt.zero_grad(); loss.backward(); opt.step()
-""", "ctc(out,", "ctc(out.log_softmax(-1),"),
+""",
+        "ctc(out,",
+        "ctc(out.log_softmax(-1),",
+    ),
     "pairs that are labelled 0 and 1": Row(
-        "github.com/pytorch/pytorch/issues/23782", "loss",
+        "github.com/pytorch/pytorch/issues/23782",
+        "loss",
         r"cosine_embedding_loss at script.py:\d+ in <module> takes 1 and -1, .* holds 0 and 1",
         """
 net = mlp(16); opt = torch.optim.Adam(net.parameters(), 1e-3); near = nn.CosineEmbeddingLoss(0.2)
@@ -1018,9 +1292,13 @@ for i in range(40):
     x, _ = data(i); same = (torch.rand(16) > 0.5).float(); y = same
     other = torch.where(same[:, None] > 0, x + torch.randn(16, 8) / 9, torch.randn(16, 8))
     opt.zero_grad(); near(net(x), net(other), y).backward(); opt.step()
-""", "y = same", "y = 2 * same - 1"),
+""",
+        "y = same",
+        "y = 2 * same - 1",
+    ),
     "masks as they are stored": Row(
-        "github.com/milesial/Pytorch-UNet/issues/78", "loss",
+        "github.com/milesial/Pytorch-UNet/issues/78",
+        "loss",
         r"binary_cross_entropy_with_logits at script.py:\d+ in <module> takes targets in 0..1",
         """
 net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
@@ -1028,9 +1306,13 @@ opt = torch.optim.RMSprop(net.parameters(), 1e-5); loss_of = nn.BCEWithLogitsLos
 for i in range(40):
     mask = (torch.rand(4, 1, 8, 8) > 0.5) * 255.0; x = mask / 255 + torch.randn(4, 1, 8, 8)
     opt.zero_grad(); loss_of(net(x), mask).backward(); opt.step()
-""", "loss_of(net(x), mask)", "loss_of(net(x), mask / 255)"),
+""",
+        "loss_of(net(x), mask)",
+        "loss_of(net(x), mask / 255)",
+    ),
     "a single class": Row(
-        "github.com/cnulab/RealNet/issues/101", "loss",
+        "github.com/cnulab/RealNet/issues/101",
+        "loss",
         r"cross_entropy at script.py:\d+ in <module> over one class is 0 whatever the network",
         """
 net = mlp(1); opt = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -1038,10 +1320,13 @@ for i in range(40):
     x, y = labels(i); out = net(x); good = y == 0
     loss = F.cross_entropy(out, torch.zeros(16).long())
     opt.zero_grad(); loss.backward(); opt.step()
-""", "F.cross_entropy(out, torch.zeros(16).long())",
-        "F.binary_cross_entropy_with_logits(out[:, 0], good.float())"),
+""",
+        "F.cross_entropy(out, torch.zeros(16).long())",
+        "F.binary_cross_entropy_with_logits(out[:, 0], good.float())",
+    ),
     "a float mask of ones": Row(
-        "github.com/pytorch/pytorch/issues/21518", "mask",
+        "github.com/pytorch/pytorch/issues/21518",
+        "mask",
         r"multi_head_attention_forward at script.py:\d+ in forward adds a float mask to",
         """
 class Net(nn.Module):
@@ -1052,9 +1337,13 @@ class Net(nn.Module):
         return self.head(self.att(x, x, x, attn_mask=mask)[0].mean(0))
 def batch(i): return torch.randn(10, 16, 8), torch.randint(3, (16,))
 loop(Net(), None, 40, batch, F.cross_entropy)
-""", "mask = ones.tril()", "mask = ones.triu(1).bool()"),
+""",
+        "mask = ones.tril()",
+        "mask = ones.triu(1).bool()",
+    ),
     "padding is shown and words are hidden": Row(
-        "github.com/InseeFrLab/torchTextClassifiers/pull/92", "mask",
+        "github.com/InseeFrLab/torchTextClassifiers/pull/92",
+        "mask",
         r"the attention at script.py:\d+ in forward hides each id but the padding: .* wrong way",
         """
 class Net(nn.Module):
@@ -1070,9 +1359,13 @@ for i in range(40):
     ids, n = torch.randint(1, 50, (32, 12)), torch.randint(4, 12, (32, 1)); y = ids[:, 0] % 4
     ids[torch.arange(12) >= n] = 0; loss = F.cross_entropy(net(ids, ids == 0), y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "net(ids, ids == 0)", "net(ids, ids != 0)"),
+""",
+        "net(ids, ids == 0)",
+        "net(ids, ids != 0)",
+    ),
     "nobody calls eval()": Row(
-        "github.com/wolny/pytorch-3dunet/issues/53", "evaluation",
+        "github.com/wolny/pytorch-3dunet/issues/53",
+        "evaluation",
         r"Sequential is evaluated in train mode, at script.py:\d+ in test, .* BatchNorm1d",
         """
 net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
@@ -1088,9 +1381,13 @@ for epoch in range(4):
         x, y = labels(10 * epoch + i); loss = loss_of(net(x), y)
         opt.zero_grad(); loss.backward(); opt.step()
     print(test())
-""", "    pass\n", "    net.eval()\n"),
+""",
+        "    pass\n",
+        "    net.eval()\n",
+    ),
     "an accuracy of all pairs": Row(
-        "github.com/935963004/LaBraM/issues/15", "evaluation",
+        "github.com/935963004/LaBraM/issues/15",
+        "evaluation",
         r"script.py:\d+ in <module> compares each prediction with each label, \[16\]",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1099,9 +1396,13 @@ for i in range(40):
     accuracy = (out.max(-1)[-1] == y).float().mean()
     opt.zero_grad(); loss.backward(); opt.step()
 print(accuracy)
-""", "[-1] == y)", "[-1] == y.squeeze())"),
+""",
+        "[-1] == y)",
+        "[-1] == y.squeeze())",
+    ),
     "logits above 0.5": Row(
-        "github.com/FenTechSolutions/CausalDiscoveryToolbox/issues/38", "evaluation",
+        "github.com/FenTechSolutions/CausalDiscoveryToolbox/issues/38",
+        "evaluation",
         r"script.py:\d+ in test compares the logits of Sequential with 0.5, .* threshold is 0",
         """
 net = mlp(1); opt = torch.optim.Adam(net.parameters(), 0.05); loss_of = nn.BCEWithLogitsLoss()
@@ -1112,9 +1413,13 @@ for i in range(120):
     x, y = data(i); loss = loss_of(net(x).squeeze(1), (y[:, 0] > 0).float())
     opt.zero_grad(); loss.backward(); opt.step()
     if i % 30 == 29: print(test())
-""", "out = net(x)\n", "out = net(x).sigmoid()\n"),
+""",
+        "out = net(x)\n",
+        "out = net(x).sigmoid()\n",
+    ),
     "a penalty without a graph": Row(
-        "github.com/facebookresearch/DomainBed/issues/50", "path",
+        "github.com/facebookresearch/DomainBed/issues/50",
+        "path",
         r"a term of the loss trains nothing: it is made of the gradient that script.py:\d+",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1126,9 +1431,13 @@ for i in range(40):
     for loss in losses:
         for one, other in zip(slopes(loss), middle): penalty += (one - other).pow(2).sum()
     opt.zero_grad(); (mean + 10 * penalty).backward(); opt.step()
-""", "retain_graph=True)", "create_graph=True)"),
+""",
+        "retain_graph=True)",
+        "create_graph=True)",
+    ),
     "a derivative without a graph that is fitted": Row(
-        "github.com/pytorch/pytorch/issues/31984", "path",
+        "github.com/pytorch/pytorch/issues/31984",
+        "path",
         r"a term of the loss trains nothing: it is made of the gradient that script.py:\d+",
         """
 net = nn.Sequential(nn.Linear(3, 30), nn.ReLU(), nn.Linear(30, 1))
@@ -1139,9 +1448,13 @@ for i in range(40):
     slope = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
     loss = nn.MSELoss()(out, y) + nn.MSELoss()(slope.sum(-1).unsqueeze(-1), z)
     loss.backward(); opt.step()
-""", "retain_graph=True)", "create_graph=True)"),
+""",
+        "retain_graph=True)",
+        "create_graph=True)",
+    ),
     "a warm-up that begins at 0 and moves once a pass": Row(
-        "github.com/meta-pytorch/torchtune/issues/2010", "order",
+        "github.com/meta-pytorch/torchtune/issues/2010",
+        "order",
         r"the lr of SGD was 0 in its first 20 steps, of 80: .*LambdaLR at script.py:\d+",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 1e-2)
@@ -1149,9 +1462,13 @@ rate = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: min(k / 8, 1.0))
 for i in range(80):
     x, y = labels(i); opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
     if i % 20 == 19: rate.step()
-""", "    if i % 20 == 19: rate.step()\n", "    rate.step()\n"),
+""",
+        "    if i % 20 == 19: rate.step()\n",
+        "    rate.step()\n",
+    ),
     "frames flattened before the classes": Row(
-        "github.com/weirme/FCSN/issues/32", "shape",
+        "github.com/weirme/FCSN/issues/32",
+        "shape",
         r"the loss at script.py:\d+ .* takes \[320, 2\], a view of \[16, 2, 20\] whose",
         """
 net = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 2, 1))
@@ -1160,9 +1477,13 @@ for i in range(40):
     x = torch.randn(16, 8, 20); y = (x[:, 0] > 0).long(); out = torch.log_softmax(net(x), dim=1)
     loss = F.nll_loss(out.reshape(-1, 2), y.view(-1))
     opt.zero_grad(); loss.backward(); opt.step()
-""", "out.reshape", "out.permute(0, 2, 1).reshape"),
+""",
+        "out.reshape",
+        "out.permute(0, 2, 1).reshape",
+    ),
     "probabilities over the batch": Row(
-        "github.com/DeepReinforcementLearning/DeepReinforcementLearningInAction/issues/32", "loss",
+        "github.com/DeepReinforcementLearning/DeepReinforcementLearningInAction/issues/32",
+        "loss",
         r"autopsy: the loss at script.py:\d+ .*: its input was normalised over dimension 0, and",
         """
 net = nn.Sequential(mlp(2), nn.Softmax(dim=0)); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1170,18 +1491,26 @@ for i in range(60):
     x, y = data(i); policy = torch.distributions.Categorical(net(x)); action = policy.sample()
     reward = (action == (y[:, 0] > 0)).float() - 0.5
     loss = -(policy.log_prob(action) * reward).mean(); opt.zero_grad(); loss.backward(); opt.step()
-""", "nn.Softmax(dim=0)", "nn.Softmax(dim=1)"),
+""",
+        "nn.Softmax(dim=0)",
+        "nn.Softmax(dim=1)",
+    ),
     "a sigmoid before cross_entropy": Row(
-        "github.com/eriklindernoren/PyTorch-YOLOv3/issues/108", "loss",
+        "github.com/eriklindernoren/PyTorch-YOLOv3/issues/108",
+        "loss",
         r"the loss at script.py:\d+ .*: a sigmoid keeps each logit in 0..1 before it",
         """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); loss_of = nn.CrossEntropyLoss()
 for i in range(40):
     x, y = labels(i); out = torch.sigmoid(net(x)); loss = loss_of(out, y)
     opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.sigmoid(net(x))", "net(x)"),
+""",
+        "torch.sigmoid(net(x))",
+        "net(x)",
+    ),
     "colours last, viewed as first": Row(
-        "github.com/Selen-Suyue/DensePolicy2D/issues/3", "shape",
+        "github.com/Selen-Suyue/DensePolicy2D/issues/3",
+        "shape",
         r"\[16, 12, 12, 3\] is viewed as \[16, 3, 12, 12\] at script.py:\d+ .* movedim",
         """
 class Net(nn.Module):
@@ -1192,9 +1521,13 @@ class Net(nn.Module):
         return self.head(self.conv(x).relu().mean((2, 3)))
 def batch(i): return torch.rand(16, 12, 12, 3), torch.randint(3, (16,))
 loop(Net(), None, 40, batch, F.cross_entropy)
-""", "x.reshape(-1, 3, 12, 12)", "x.permute(0, 3, 1, 2)"),
+""",
+        "x.reshape(-1, 3, 12, 12)",
+        "x.permute(0, 3, 1, 2)",
+    ),
     "a momentum of another framework": Row(
-        "github.com/r9y9/tacotron_pytorch/issues/19", "state",
+        "github.com/r9y9/tacotron_pytorch/issues/19",
+        "state",
         r"BatchNorm1d 1 of Sequential has momentum 0.99, .* statistics of the last batch",
         """
 net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32, momentum=0.99, eps=1e-3), nn.Linear(32, 3))
@@ -1205,9 +1538,13 @@ for epoch in range(3):
         x, y = labels(i); opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
     net.eval()
     with torch.no_grad(): print(net(labels(99)[0]).argmax(1).eq(labels(99)[1]).float().mean())
-""", "momentum=0.99", "momentum=0.01"),
+""",
+        "momentum=0.99",
+        "momentum=0.01",
+    ),
     "train() undoes eval()": Row(
-        "github.com/pliang279/MultiBench/issues/26", "evaluation",
+        "github.com/pliang279/MultiBench/issues/26",
+        "evaluation",
         r"in train mode, at script.py:\d+ in test: train\(\) at script.py:\d+ in test undoes",
         """
 net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
@@ -1226,9 +1563,13 @@ for epoch in range(4):
         opt.zero_grad(); loss.backward(); opt.step()
     print(test())
 net.eval(); print(net(labels(99)[0]).argmax(1))
-""", "            net.train()\n", ""),
+""",
+        "            net.train()\n",
+        "",
+    ),
     "a sum that is not assigned": Row(
-        "github.com/Lightning-AI/pytorch-lightning/issues/19138", "path",
+        "github.com/Lightning-AI/pytorch-lightning/issues/19138",
+        "path",
         r"nothing uses what script.py:\d+ in forward computes, which is only `x \+ self.pe`",
         """
 class Net(nn.Module):
@@ -1242,9 +1583,13 @@ class Net(nn.Module):
         return self.head(self.encode(x).flatten(1))
 loop(Net(), None, 40, lambda i: (torch.randint(20, (16, 10)), torch.randint(3, (16,))),
      F.cross_entropy)
-""", "        x + self.pe\n", "        x = x + self.pe\n"),
+""",
+        "        x + self.pe\n",
+        "        x = x + self.pe\n",
+    ),
     "a sigmoid in eval mode alone": Row(
-        "github.com/wolny/pytorch-3dunet/issues/45", "evaluation",
+        "github.com/wolny/pytorch-3dunet/issues/45",
+        "evaluation",
         r"the loss at script.py:\d+ in test, in an evaluation: its input went through sigmoid",
         """
 class Net(nn.Module):
@@ -1267,9 +1612,13 @@ for epoch in range(3):
         x, y = data(i); loss = loss_of(net(x), (y[:, :1] > 0).float())
         opt.zero_grad(); loss.backward(); opt.step()
     print(test())
-""", "out = net(x)\n", "out = net.body(x)\n"),
+""",
+        "out = net(x)\n",
+        "out = net.body(x)\n",
+    ),
     "a cosine for batches that moves by epoch": Row(
-        "github.com/sthalles/SimCLR/issues/8", "schedule",
+        "github.com/sthalles/SimCLR/issues/8",
+        "schedule",
         r"CosineAnnealingLR at script.py:\d+ in <module> has T_max=30, .* made 8 steps, one a",
         """
 from torch.utils.data import DataLoader, TensorDataset
@@ -1280,9 +1629,13 @@ for epoch in range(epochs):
     for x, y in loader:
         loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
     rate.step()
-""", "T_max=len(loader)", "T_max=epochs"),
+""",
+        "T_max=len(loader)",
+        "T_max=epochs",
+    ),
     "weights that are initialised after the load": Row(
-        "github.com/ImCharlesY/AdaInt/issues/12", "state",
+        "github.com/ImCharlesY/AdaInt/issues/12",
+        "state",
         r"all 2 matrices that load_state_dict\(\) at script.py:\d+ in .* overwritten at script.py",
         """
 saved = copy.deepcopy(mlp(16).state_dict())
@@ -1295,10 +1648,13 @@ class Net(nn.Module):
         if isinstance(m, nn.Linear): nn.init.xavier_normal_(m.weight); nn.init.zeros_(m.bias)
     def forward(self, x): return self.head(self.backbone(x))
 loop(Net(), None, 40)
-""", "        self.backbone.load_state_dict(saved)\n        self.apply(self.begin)\n",
-        "        self.apply(self.begin)\n        self.backbone.load_state_dict(saved)\n"),
+""",
+        "        self.backbone.load_state_dict(saved)\n        self.apply(self.begin)\n",
+        "        self.apply(self.begin)\n        self.backbone.load_state_dict(saved)\n",
+    ),
     "a mixture over the batch": Row(
-        "github.com/ctallec/world-models/issues/10", "shape",
+        "github.com/ctallec/world-models/issues/10",
+        "shape",
         r"log_softmax at script.py:\d+ in forward is over the 32 samples of the batch \(dim=1",
         """
 class Net(nn.Module):
@@ -1312,9 +1668,13 @@ def far(out, y):
     return -(torch.distributions.Normal(mean, size).log_prob(y) + pi).logsumexp(-1).mean()
 def batch(i): x = torch.randn(17, 32, 4); return x[:-1], x[1:, :, :1]
 loop(Net(), None, 60, batch, far)
-""", "dim=-2", "dim=-1"),
+""",
+        "dim=-2",
+        "dim=-1",
+    ),
     "advantages that are a square": Row(
-        "github.com/PacktPublishing/Deep-Reinforcement-Learning-Hands-On/issues/74", "shape",
+        "github.com/PacktPublishing/Deep-Reinforcement-Learning-Hands-On/issues/74",
+        "shape",
         r"the product at script.py:\d+ .* all pairs: \[16\] and \[16, 1\] make a square",
         """
 net = mlp(4); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1324,9 +1684,13 @@ for i in range(60):
     advantage = goal - value.detach()
     policy = advantage * log_prob; loss = F.mse_loss(value.squeeze(-1), goal) - policy.mean()
     opt.zero_grad(); loss.backward(); opt.step()
-""", "value.detach()", "value.detach().squeeze(-1)"),
+""",
+        "value.detach()",
+        "value.detach().squeeze(-1)",
+    ),
     "a test that overlaps the training": Row(
-        "github.com/sarpaykent/GotenNet/issues/10", "data",
+        "github.com/sarpaykent/GotenNet/issues/10",
+        "data",
         r"of the 80 samples that are evaluated at script.py:\d+ .* are trained on before, at",
         """
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -1342,9 +1706,13 @@ for epoch in range(3):
 net.eval()
 for x, y in DataLoader(Subset(both, test.tolist()), 40):
     with torch.no_grad(): print(net(x).argmax(1).eq(y).float().mean())
-""", "rows = inner\n", "rows = train[inner]\n"),
+""",
+        "rows = inner\n",
+        "rows = train[inner]\n",
+    ),
     "an Adam for each step": Row(
-        "github.com/tensorflow/tensorflow/issues/29675", "state",
+        "github.com/tensorflow/tensorflow/issues/29675",
+        "state",
         r"Adam \(made at script.py:\d+ in train\) is made anew for each step, 60 times",
         """
 net = mlp(); kept = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1352,9 +1720,13 @@ def train(x, y):
     opt = torch.optim.Adam(net.parameters(), 1e-3)
     opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
 for i in range(60): train(*data(i))
-""", "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n", "    opt = kept\n"),
+""",
+        "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n",
+        "    opt = kept\n",
+    ),
     "labels of one class": Row(
-        "github.com/liuruijin17/LSTR/issues/50", "loss",
+        "github.com/liuruijin17/LSTR/issues/50",
+        "loss",
         r"each label seen with which head.weight was trained is 1, in \d+ losses, though it has 2",
         """
 class Net(nn.Module):
@@ -1368,9 +1740,13 @@ for i in range(300):
     goal = torch.full((16,), 1); goal[found] = lane
     loss = F.cross_entropy(kind, goal) + F.l1_loss(box[found], y[found])
     opt.zero_grad(); loss.backward(); opt.step()
-""", "lane = 1", "lane = 0"),
+""",
+        "lane = 1",
+        "lane = 0",
+    ),
     "features normalised over the batch": Row(
-        "github.com/alireza-nasiri/SoundCLR/issues/4", "shape",
+        "github.com/alireza-nasiri/SoundCLR/issues/4",
+        "shape",
         r"autopsy: the loss at script.py:\d+ .* features \[16, 32\] .* normalize with dim=1",
         """
 net = mlp(32); opt = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1380,9 +1756,13 @@ for i in range(40):
     near = h @ h.T / 0.5 - 1e9 * torch.eye(32)
     loss = F.cross_entropy(near, torch.arange(32).roll(16))
     opt.zero_grad(); loss.backward(); opt.step()
-""", "dim=0", "dim=1"),
+""",
+        "dim=0",
+        "dim=1",
+    ),
     "heads exchanged by view": Row(
-        "github.com/zhouhaoyi/Informer2020/issues/59", "shape",
+        "github.com/zhouhaoyi/Informer2020/issues/59",
+        "shape",
         r"autopsy: \[16, 10, 2, 4\] is viewed as \[16, 2, 10, 4\] at script.py:\d+ in <genexpr>",
         """
 class Net(nn.Module):
@@ -1394,9 +1774,13 @@ class Net(nn.Module):
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.head(h.mean(1))
 loop(Net(), None, 40, lambda i: (torch.randn(16, 10, 8), torch.randint(3, (16,))), F.cross_entropy)
-""", "t.view(16, 2, 10, 4)", "t.transpose(1, 2)"),
+""",
+        "t.view(16, 2, 10, 4)",
+        "t.transpose(1, 2)",
+    ),
     "time and batch exchanged by view": Row(
-        "github.com/hunkim/PyTorchZeroToAll/issues/15", "shape",
+        "github.com/hunkim/PyTorchZeroToAll/issues/15",
+        "shape",
         r"autopsy: \[16, 10, 8\] is viewed as \[10, 16, 8\] at script.py:\d+ in batch",
         """
 class Net(nn.Module):
@@ -1407,9 +1791,13 @@ def batch(i):
     y = torch.randint(3, (16,)); x = torch.randn(16, 1, 10, 8) + y.view(16, 1, 1, 1)
     return x.squeeze(1).view(10, 16, 8), y
 loop(Net(), None, 40, batch, F.cross_entropy)
-""", "view(10, 16, 8)", "transpose(0, 1)"),
+""",
+        "view(10, 16, 8)",
+        "transpose(0, 1)",
+    ),
     "classes one after the other": Row(
-        "github.com/Deci-AI/super-gradients/issues/416", "data",
+        "github.com/Deci-AI/super-gradients/issues/416",
+        "data",
         r"autopsy: the first 12 batches of the loader at script.py:\d+ in <module> hold 2 of 10 ",
         """
 from torch.utils.data import DataLoader, TensorDataset
@@ -1418,9 +1806,13 @@ net = mlp(10); opt = torch.optim.Adam(net.parameters(), 1e-3); both = TensorData
 for epoch in range(2):
     for a, b in DataLoader(both, 32):
         opt.zero_grad(); F.cross_entropy(net(a), b).backward(); opt.step()
-""", "DataLoader(both, 32)", "DataLoader(both, 32, shuffle=True)"),
+""",
+        "DataLoader(both, 32)",
+        "DataLoader(both, 32, shuffle=True)",
+    ),
     "positions counted along the batch": Row(
-        "github.com/cmu-l3/anlp-fall2025-code/issues/1", "shape",
+        "github.com/cmu-l3/anlp-fall2025-code/issues/1",
+        "shape",
         r"autopsy: the positions at script.py:\d+ in forward number the 16 samples of the batch",
         """
 class Net(nn.Module):
@@ -1437,9 +1829,13 @@ net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
 for i in range(40):
     ids = torch.randint(20, (16, 8)); loss = net(ids[:, :-1], ids[:, 1:])[1]
     opt.zero_grad(); loss.backward(); opt.step()
-""", "torch.arange(ids.size(0))[:, None]", "torch.arange(ids.size(1))[None]"),
+""",
+        "torch.arange(ids.size(0))[:, None]",
+        "torch.arange(ids.size(1))[None]",
+    ),
     "a table of waves cut along the batch": Row(
-        "github.com/cmu-l3/anlp-fall2025-code/issues/1", "shape",
+        "github.com/cmu-l3/anlp-fall2025-code/issues/1",
+        "shape",
         r"autopsy: the positions at script.py:\d+ in forward number the 16 samples of the batch",
         """
 class Waves(nn.Module):
@@ -1456,17 +1852,25 @@ class Net(nn.Module):
     def forward(self, ids): return self.out(self.body(self.waves(self.emb(ids))).mean(1))
 def batch(i): ids = torch.randint(20, (16, 5 + i % 4)); return ids, ids[:, 0] % 3
 loop(Net(), None, 30, batch, F.cross_entropy)
-""", "self.pe[:x.size(0)]", "self.pe[:x.size(1)].transpose(0, 1)"),
+""",
+        "self.pe[:x.size(0)]",
+        "self.pe[:x.size(1)].transpose(0, 1)",
+    ),
     "a name that is nearly requires_grad": Row(
-        "github.com/udacity/deep-learning-v2-pytorch/issues/12", "frozen",
+        "github.com/udacity/deep-learning-v2-pytorch/issues/12",
+        "frozen",
         r"0.weight, 0.bias: require_grad = False .* PyTorch does not read",
         """
 net = mlp()
 for p in net[0].parameters(): p.require_grad = False
 loop(net, torch.optim.Adam(net.parameters(), 1e-3), 60)
-""", "p.require_grad = False", "p.requires_grad = False"),
+""",
+        "p.require_grad = False",
+        "p.requires_grad = False",
+    ),
     "a cosine for the epochs that moves with each batch": Row(
-        "github.com/ivadomed/ivadomed/pull/55", "schedule",
+        "github.com/ivadomed/ivadomed/pull/55",
+        "schedule",
         r"CosineAnnealingLR at script.py:\d+ in train has T_max=6, as many as .* 60 steps",
         """
 from torch.utils.data import DataLoader, TensorDataset
@@ -1480,9 +1884,13 @@ def train(epochs):
             opt.zero_grad(); loss.backward(); opt.step()
             schedule.step()
 train(6)
-""", "            schedule.step()", "        schedule.step()"),
+""",
+        "            schedule.step()",
+        "        schedule.step()",
+    ),
     "a language model without a causal mask": Row(
-        "github.com/pytorch/tutorials/issues/2478", "mask",
+        "github.com/pytorch/tutorials/issues/2478",
+        "mask",
         r"labels of the loss at script.py:\d+ .* are the next ids, and each position sees its own",
         """
 class Net(nn.Module):
@@ -1497,13 +1905,17 @@ for i in range(60):
     ids = torch.randint(24, (16, 13)); out = net(ids[:, :-1], None)
     loss = F.cross_entropy(out.reshape(-1, 24), ids[:, 1:].reshape(-1))
     opt.zero_grad(); loss.backward(); opt.step()
-""", "net(ids[:, :-1], None)", "net(ids[:, :-1], later)"),
+""",
+        "net(ids[:, :-1], None)",
+        "net(ids[:, :-1], later)",
+    ),
 }
 
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
 SILENT = {
     "view where transpose was meant, of heads": Row(
-        "github.com/zhouhaoyi/Informer2020/issues/59", "shape",
+        "github.com/zhouhaoyi/Informer2020/issues/59",
+        "shape",
         r"autopsy: .*view.*transpose",
         """
 class Net(nn.Module):
@@ -1519,9 +1931,13 @@ def batch(i):
     g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
     return x, x[:, 0].argmax(1) % 3
 loop(Net(), None, 90, batch, F.cross_entropy)
-""", "t.reshape(B, 2, T, 4)", "t.transpose(1, 2)"),
+""",
+        "t.reshape(B, 2, T, 4)",
+        "t.transpose(1, 2)",
+    ),
     "a scheduler built after the optimizer was loaded": Row(
-        "github.com/torch-points3d/torch-points3d/pull/630", "state",
+        "github.com/torch-points3d/torch-points3d/pull/630",
+        "state",
         r"autopsy: .*(lr|rate).*(loaded|load_state_dict)",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1)
@@ -1531,10 +1947,13 @@ saved = copy.deepcopy((net.state_dict(), opt.state_dict(), rate.state_dict()))
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1); net.load_state_dict(saved[0])
 opt.load_state_dict(saved[1]); rate = plan()
 loop(net, opt, 60, after=lambda step: rate.step())
-""", "opt.load_state_dict(saved[1]); rate = plan()",
-        "rate = plan(); rate.load_state_dict(saved[2]); opt.load_state_dict(saved[1])"),
+""",
+        "opt.load_state_dict(saved[1]); rate = plan()",
+        "rate = plan(); rate.load_state_dict(saved[2]); opt.load_state_dict(saved[1])",
+    ),
     "normalize over tokens in place of features": Row(
-        "github.com/gabeur/mmt/issues/1", "shape",
+        "github.com/gabeur/mmt/issues/1",
+        "shape",
         r"autopsy: .*normalize at script.py:\d+.*dim",
         """
 class Net(nn.Module):
@@ -1545,9 +1964,13 @@ def batch(i):
     g = torch.Generator().manual_seed(i); x = torch.randn(16, 5, 8, generator=g)
     return x, x.mean(1).argmax(1) % 3
 loop(Net(), None, 90, batch, F.cross_entropy)
-""", "dim=1).mean(1)", "dim=-1).mean(1)"),
+""",
+        "dim=1).mean(1)",
+        "dim=-1).mean(1)",
+    ),
     "micro-batches that are summed": Row(
-        "github.com/hirofumi0810/neural_sp/issues/168", "order",
+        "github.com/hirofumi0810/neural_sp/issues/168",
+        "order",
         r"autopsy: .*(micro-batches|backward passes).*(sum|divide)",
         """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.05)
@@ -1556,9 +1979,13 @@ for i in range(240):
     loss = loss / 1
     loss.backward()
     if i % 8 == 7: opt.step(); opt.zero_grad()
-""", "loss / 1", "loss / 8"),
+""",
+        "loss / 1",
+        "loss / 8",
+    ),
     "a teacher that drops": Row(
-        "github.com/yxuansu/TaCL/issues/11", "mode",
+        "github.com/yxuansu/TaCL/issues/11",
+        "mode",
         r"autopsy: .*teacher.*(eval|drop)",
         """
 student = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 3))
@@ -1568,7 +1995,10 @@ for i in range(90):
     x, y = data(i)
     with torch.no_grad(): soft = teacher(x)
     loss = F.mse_loss(student(x), soft); opt.zero_grad(); loss.backward(); opt.step()
-""", "teacher.train()", "teacher.eval()"),
+""",
+        "teacher.train()",
+        "teacher.eval()",
+    ),
 }
 
 OTHERS = {

@@ -171,6 +171,7 @@ def train_run(flags: dict[str, Any], *more: str) -> tuple[int, dict, list[dict]]
 
 # --- The raw file
 
+
 def raw_file(record: dict[str, Any], args: argparse.Namespace) -> Path:
     return args.results / f"{record['bench']}-{args.device}.json"
 

@@ -70,8 +70,10 @@ def main():
         size = files.last.stat().st_size
     share = record.ratio(rounds, "save", "without")
     ratio = record.ratio(rounds, "with", "without")
-    print(f"a save of {size / 2**20:.0f} MB holds the loop for {share['median']:.2%} of {steps} "
-          f"steps; a block with its save takes {ratio['median']:.4f} of one without (n = {count})")
+    print(
+        f"a save of {size / 2**20:.0f} MB holds the loop for {share['median']:.2%} of {steps} "
+        f"steps; a block with its save takes {ratio['median']:.4f} of one without (n = {count})"
+    )
     head |= {"bytes": size, "save / block": share, "block ratio": ratio}
     record.write(head, args, samples=("samples",))
 

@@ -77,27 +77,35 @@ def main():
         if name in head["samples"]:  # an earlier process has it
             continue
         tensors = inputs(length, d_state, args.device)
-        passes = {name: partial(forward_and_backward, scan, tensors)
-                  for name, scan in SCANS.items()}
+        passes = {
+            name: partial(forward_and_backward, scan, tensors) for name, scan in SCANS.items()
+        }
         device = torch.device(args.device)
         rows = record.in_turns(passes, device, lambda done: done <= rounds)[1:]  # it warmed up
         head["samples"][name] = rows
         ratio = head["speedup"][name] = record.ratio(rows, "loop", "chunked")
         verdict = ("met" if ratio["median"] >= GOAL else "MISSED") if length == 1024 else "no goal"
         milliseconds = record.spread([row["chunked"] for row in rows])["median"]
-        print(f"  {name:20} {milliseconds:8.2f} ms, {ratio['median']:5.1f} times faster, goal "
-              f"{GOAL}: {verdict}")
+        print(
+            f"  {name:20} {milliseconds:8.2f} ms, {ratio['median']:5.1f} times faster, goal "
+            f"{GOAL}: {verdict}"
+        )
         record.keep(head, args)
     for d_state in (1, 8):
         rows = head["kept_bytes"][f"d_state {d_state}"] = {}
         for length in LENGTHS[: 2 if args.smoke else None]:
             tensors = inputs(length, d_state, args.device)
-            rows[length] = {name: kept_bytes(scan, tensors) for name, scan in SCANS.items()
-                            if name == "chunked" or length <= 1024}
+            rows[length] = {
+                name: kept_bytes(scan, tensors)
+                for name, scan in SCANS.items()
+                if name == "chunked" or length <= 1024
+            }
             before = rows.get(length // 2, rows[length])["chunked"]
-            print(f"  L {length:4}, d_state {d_state}: kept for the backward pass "
-                  f"{rows[length]['chunked'] / 2**20:7.2f} MiB, "
-                  f"{rows[length]['chunked'] / before:.3f} times that of half the length")
+            print(
+                f"  L {length:4}, d_state {d_state}: kept for the backward pass "
+                f"{rows[length]['chunked'] / 2**20:7.2f} MiB, "
+                f"{rows[length]['chunked'] / before:.3f} times that of half the length"
+            )
     record.write(head, args, samples=("samples",))
 
 

@@ -110,8 +110,10 @@ def import_peer(peer, folder, device, half, batch_size=None):
     source = path.read_text()
     for text, replacement in (PORT | peer.port).items():
         if text not in source:
-            raise SystemExit(f"{path} has changed: without {text!r} it is not the file that this "
-                             "bench knows how to time")
+            raise SystemExit(
+                f"{path} has changed: without {text!r} it is not the file that this "
+                "bench knows how to time"
+            )
         source = source.replace(text, replacement) if device.type == "cpu" else source
     source = source.replace(f"{peer.batch}{peer.batch_size}",
                             f"{peer.batch}{batch_size or peer.batch_size}")  # fmt: skip
@@ -199,8 +201,9 @@ def run_ours(dataset, flags):
         warning = validate(run)
         with_views = {"tta": math.nan, "gated": math.nan}
         if run.step >= run.total_steps or run.device.type == "cuda":
-            split = batches.val_batches(*run.data.val, run.stream.normalize, batch_size=500,
-                                        device=run.device)
+            split = batches.val_batches(
+                *run.data.val, run.stream.normalize, batch_size=500, device=run.device
+            )
             with train.validation.evaluated_weights(run):
                 with_views = accuracies(run.net, [*split])
         plain = run.scores["val_acc1"]
@@ -301,8 +304,10 @@ def beside(curves, name):
         first = {who: reached(curves[who], column, goal) for who in ("ours", name)}
         seconds = first["ours"] and first["ours"][1] / first[name][1]
         goals[kind] = {"goal": goal, "first": first, "ratio": seconds}
-        print(f"to {goal:.2f} % {kind}: ours "
-              + (f"in {seconds:.3f} of {name}'s time" if seconds else "MISSES it"))
+        print(
+            f"to {goal:.2f} % {kind}: ours "
+            + (f"in {seconds:.3f} of {name}'s time" if seconds else "MISSES it")
+        )
     return {"ratio": ratio, "goals": goals}
 
 

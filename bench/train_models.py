@@ -103,9 +103,12 @@ def main():
             for seed in args.seeds:
                 row = train(model, precision, seed, args)
                 end = row["end"]
-                print(f"{model:10}{row['precision']:6}{metric} {end[metric]:.4g} after "
-                      f"{row['recipe']['epochs']:g} epochs (goal {goal or '-'}, learnt nothing "
-                      f"{nothing}), {end['updates']} updates, {end['skipped']} skipped", flush=True)
+                print(
+                    f"{model:10}{row['precision']:6}{metric} {end[metric]:.4g} after "
+                    f"{row['recipe']['epochs']:g} epochs (goal {goal or '-'}, learnt nothing "
+                    f"{nothing}), {end['updates']} updates, {end['skipped']} skipped",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ WAYS = {
     "watched": [str(record.ROOT / "autopsy"), "script.py"],
     "without silent/": ["torn/autopsy", "script.py"],
 }
-SCRIPT = '''
+SCRIPT = """
 import time, torch
 torch.manual_seed(0)
 device = "DEVICE"
@@ -54,19 +54,19 @@ for step in range(STEPS):
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"{loss.item():.6f} {time.CLOCK() - began:.6f}")
-'''
+"""
 
 CLASSIFIER = "torch.nn.functional.cross_entropy(net(x).reshape(len(y), 10), y)"
 LOSSES = {"rl": "episode()", "ode": "(solve(x) - y).abs().mean()"}
 STEPS = {"mlp": 20000, "rl": 3000, "ode": 4000, "rnn": 4000}  # of a run: twenty seconds
 
 MODELS = {
-    "transformer": '''
+    "transformer": """
 layer = torch.nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
 net = torch.nn.Sequential(torch.nn.TransformerEncoder(layer, 6), torch.nn.Linear(384, 10))
 x, y = torch.randn(BATCH, 64, 384), torch.randint(0, 10, (BATCH * 64,))
-''',
-    "conv": '''
+""",
+    "conv": """
 layers, width = [], 3
 for k, wider in enumerate((32, 32, 64, 64, 128, 128, 256, 256)):
     layers += [torch.nn.Conv2d(width, wider, 3, 1 + k % 2, 1), torch.nn.BatchNorm2d(wider),
@@ -74,13 +74,13 @@ for k, wider in enumerate((32, 32, 64, 64, 128, 128, 256, 256)):
     width = wider
 net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256 * 4, 10))
 x, y = torch.randn(4 * BATCH, 3, 32, 32), torch.randint(0, 10, (4 * BATCH,))
-''',
-    "mlp": '''
+""",
+    "mlp": """
 net = torch.nn.Sequential(torch.nn.Linear(4, 120), torch.nn.ReLU(), torch.nn.Linear(120, 84),
                           torch.nn.ReLU(), torch.nn.Linear(84, 10))
 x, y = torch.randn(128, 4), torch.randint(0, 10, (128,))
-''',
-    "rl": '''
+""",
+    "rl": """
 import math
 net = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
 x = y = torch.zeros(1)
@@ -103,8 +103,8 @@ def episode():
         state = moved(state, action.item())
     returns = torch.arange(len(logs), 0, -1.0) / 50
     return -(torch.stack(logs) * returns).mean()
-''',
-    "ode": '''
+""",
+    "ode": """
 net = torch.nn.Sequential(torch.nn.Linear(2, 50), torch.nn.Tanh(), torch.nn.Linear(50, 2))
 x, y = torch.randn(20, 2), torch.randn(20, 2)
 
@@ -116,8 +116,8 @@ def solve(y, h=0.05):
         d = net((y + h * c) ** 3)
         y = y + h * (a + 2 * b + 2 * c + d) / 6
     return y
-''',
-    "rnn": '''
+""",
+    "rnn": """
 class Recurrent(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -131,7 +131,7 @@ def net(x):
     return cells.head(h)
 net.to, net.parameters = lambda device: net, cells.parameters
 x, y = torch.randn(30, 32, 16), torch.randint(0, 10, (32,))
-''',
+""",
 }
 
 
@@ -148,9 +148,12 @@ def steps(command, folder, cores):
 def main(argv=None):
     parser = record.arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, help="this one alone")
-    parser.add_argument("--clock", choices=("perf_counter", "process_time"),
-                        default="perf_counter",
-                        help="process_time: of the CPU, where other work runs beside it")
+    parser.add_argument(
+        "--clock",
+        choices=("perf_counter", "process_time"),
+        default="perf_counter",
+        help="process_time: of the CPU, where other work runs beside it",
+    )
     args = parser.parse_args(argv)
     turns, batch = (1, 2) if args.smoke else (TURNS[args.device], 16)
     kinds = ["transformer", *STEPS] if args.device == "cpu" else ["transformer"]
@@ -158,8 +161,11 @@ def main(argv=None):
     head = record.begin("watch_cost" + (f"_{args.model}" if args.model else ""), args)
     rounds = head.setdefault("samples", [])
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(record.ROOT / "autopsy", Path(folder, "torn", "autopsy"),
-                        ignore=shutil.ignore_patterns("silent"))
+        shutil.copytree(
+            record.ROOT / "autopsy",
+            Path(folder, "torn", "autopsy"),
+            ignore=shutil.ignore_patterns("silent"),
+        )
         for turn in range(len(rounds), turns):
             rounds.append({})
             for kind in kinds:

@@ -144,8 +144,11 @@ def outcomes(suite, exchanged, checkouts):
         subprocess.run(words, cwd=checkouts / folder, env=env)
         found = {}
         for case in ElementTree.parse(f"{out}/all.xml").iter("testcase"):
-            errors = [child.get("message") or child.tag for child in case
-                      if child.tag in ("failure", "error")]
+            errors = [
+                child.get("message") or child.tag
+                for child in case
+                if child.tag in ("failure", "error")
+            ]
             skipped = "skipped" if case.find("skipped") is not None else ""
             said = errors[0][:200] if errors else skipped
             made = sum(int(one.get("value")) for one in case.iterfind(".//property[@name='made']"))

@@ -236,8 +236,10 @@ def load(
     except FileNotFoundError:
         if name or folder:
             raise
-        say("CIFAR-10 is neither on disk nor reachable: training on synthetic images\n"
-            "  (if you have a copy, pass its folder as --data-dir; .cache has none)")
+        say(
+            "CIFAR-10 is neither on disk nor reachable: training on synthetic images\n"
+            "  (if you have a copy, pass its folder as --data-dir; .cache has none)"
+        )
         return Dataset("synthetic", *synthetic.load())
 
 

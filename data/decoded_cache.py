@@ -199,8 +199,10 @@ def refuse_too_large(count: int, crop: Any, pixels: Path, say: Say) -> None:
     """Say how large the cache will be. Raise NoCache where the disk has no room for it."""
     need = count * 3 * crop.side**2
     free = shutil.disk_usage(pixels.parent).free
-    say(f"decoding {count:,} images of {crop.side}x{crop.side} pixels into {pixels.parent}: "
-        f"{need / 1e9:,.2f} GB")
+    say(
+        f"decoding {count:,} images of {crop.side}x{crop.side} pixels into {pixels.parent}: "
+        f"{need / 1e9:,.2f} GB"
+    )
     if need > free:
         raise NoCache(
             f"{count:,} images of {crop.side}x{crop.side} pixels take {need / 1e9:,.1f} GB in "

@@ -49,7 +49,8 @@ from .decode import CUT, Crop, Files, decode, own_side
 from .decoded_cache import Progress, Say, Seen, cached, decode_all, kept_rows
 
 EXTENSIONS = tuple(  # of what this Pillow can read
-    name for name, kind in Image.registered_extensions().items()
+    name
+    for name, kind in Image.registered_extensions().items()
     if kind in ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF"]
 )
 TRAIN = ("train", "training")
@@ -169,13 +170,17 @@ def find(
     if not train or not val:
         return split_by_name(folder, val_share, warn, say)
     if val_share is not None:
-        raise WrongShare(f"--val-share is for a folder without a split, and {folder} has one: "
-                         f"{train.name}/ and {val.name}/. Leave the flag out")
+        raise WrongShare(
+            f"--val-share is for a folder without a split, and {folder} has one: "
+            f"{train.name}/ and {val.name}/. Leave the flag out"
+        )
     classes, val_classes = class_folders(train, warn), class_folders(val, warn)
     if unknown := sorted(val_classes.keys() - classes):
-        raise ValueError(f"{val} holds folders that are no classes of {train}: "
-                         f"{', '.join(unknown[:10])}. Add them to {train.name}/, or move their "
-                         f"images, or split by --data-dir {train} --val-share 0.2")
+        raise ValueError(
+            f"{val} holds folders that are no classes of {train}: "
+            f"{', '.join(unknown[:10])}. Add them to {train.name}/, or move their "
+            f"images, or split by --data-dir {train} --val-share 0.2"
+        )
     train_files = list_files(train, classes, warn, say)
     val_files = list_files(val, {name: val_classes.get(name) for name in classes}, warn, say)
     return Part(train, "train", train_files), Part(val, "val", val_files), list(classes)
@@ -214,8 +219,10 @@ def what_it_is(folder: Path) -> str:
             return f". {path} has a split: pass --data-dir {path}"
     pictures = sum(map(is_image, os.listdir(folder)))
     if pictures and not inner:
-        return (f". {folder} is a flat folder of {pictures} pictures: move those of each class "
-                "into a folder of its own")
+        return (
+            f". {folder} is a flat folder of {pictures} pictures: move those of each class "
+            "into a folder of its own"
+        )
     if len(inner) == 1 and len(folders_to_read(inner[0])) > 1:
         return f". If the folders in {inner[0]} are the classes, pass --data-dir {inner[0]}"
     return ""
@@ -250,9 +257,11 @@ def split_by_name(
             f"{len(train)} for training and {len(val)} for validation: take another share"
         )
     names = ", ".join([*classes][:10] + (["..."] if len(classes) > 10 else []))
-    say(f"{folder} has no split: --val-share {val_share:g} takes {len(train):,} images for "
+    say(
+        f"{folder} has no split: --val-share {val_share:g} takes {len(train):,} images for "
         f"training and {len(val):,} for validation, by class and a hash of each file's name\n"
-        f"  {len(classes)} classes: {names}")
+        f"  {len(classes)} classes: {names}"
+    )
     return Part(folder, "train", train), Part(folder, "val", val), list(classes)
 
 
@@ -276,8 +285,10 @@ def name_duplicates(parts: Sequence[Part], seen: Sequence[list[Seen]], warn: Say
             if (split, other_label) != (part.name, label):
                 same[path] = f"is {printable(other)}"
     if same:
-        warn(f"{len(same)} files are there twice, byte for byte: {both_splits} in both splits, "
-             f"{two_labels} with two labels{listed(same)}")
+        warn(
+            f"{len(same)} files are there twice, byte for byte: {both_splits} in both splits, "
+            f"{two_labels} with two labels{listed(same)}"
+        )
 
 
 def choose_crops(train: Part, image_size: int | None, only: str) -> tuple[Crop, Crop]:
@@ -322,11 +333,15 @@ def check_every_class(
         without = [name for name, count in zip(classes, counts, strict=True) if not count]
         empty.append(", ".join(without))
     if empty[0]:
-        raise ValueError(f"{train.where} holds no readable image of {empty[0]} for training: add "
-                         "some, or delete the class")
+        raise ValueError(
+            f"{train.where} holds no readable image of {empty[0]} for training: add "
+            "some, or delete the class"
+        )
     if empty[1]:
-        warn(f"{val.where} holds no readable image of {empty[1]} for validation: the scores say "
-             "nothing about it")
+        warn(
+            f"{val.where} holds no readable image of {empty[1]} for validation: the scores say "
+            "nothing about it"
+        )
 
 
 def readable_names(path: Path, classes: list[str]) -> list[str]:
@@ -378,8 +393,10 @@ def list_files(
 ) -> list[tuple[str, int]]:
     """(path, label) of every image file, in order."""
     if len(classes) == 1:
-        raise ValueError(f"{where} holds one class, {next(iter(classes))}: a classifier needs two "
-                         f"or more{what_it_is(where)}")
+        raise ValueError(
+            f"{where} holds one class, {next(iter(classes))}: a classifier needs two "
+            f"or more{what_it_is(where)}"
+        )
     files, passed_over, others = [], {}, Counter()
     for label, top in enumerate(classes.values()):
         if top is None:  # no images of it to validate
@@ -401,8 +418,10 @@ def list_files(
                 elif not name.startswith("."):
                     others[Path(name).suffix or "without an extension"] += 1
     if passed_over:
-        warn(f"{len(passed_over)} links in the classes of {where} are not followed: only a class "
-             f"folder may be a link to a folder{listed(passed_over)}")
+        warn(
+            f"{len(passed_over)} links in the classes of {where} are not followed: only a class "
+            f"folder may be a link to a folder{listed(passed_over)}"
+        )
     if others:
         counted = printable(", ".join(f"{n:,} {kind}" for kind, n in others.most_common()))
         say(f"{where}: files that this reader does not take for images: {counted}")

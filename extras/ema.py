@@ -58,8 +58,10 @@ class EMA:
         """The numbers of the average and of params, which share memory with both."""
         live = [numbers(p.detach()) for p in params]
         if len(live) != len(self.average):
-            raise ValueError(f"{len(live)} parameters for an average of {len(self.average)}: "
-                             "a generator is used up after one pass")
+            raise ValueError(
+                f"{len(live)} parameters for an average of {len(self.average)}: "
+                "a generator is used up after one pass"
+            )
         return [numbers(a) for a in self.average], live
 
     @torch.no_grad()

@@ -122,8 +122,10 @@ class StepGraph:
         need = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         if free - 2 * need < ROOM * total:
             self.warm_up = math.inf
-            warnings.warn("no CUDA graph: there is too little memory for it and a step beside it",
-                          stacklevel=3)
+            warnings.warn(
+                "no CUDA graph: there is too little memory for it and a step beside it",
+                stacklevel=3,
+            )
             return
         self.images = images.clone()
         self.labels = labels.clone()

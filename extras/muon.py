@@ -143,8 +143,16 @@ class Muon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf
     skips_on_device = True
 
-    def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, momentum: float = 0.95,
-                 ns_steps: int = 5, *, masters: bool | None = None, stacked: bool = False):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        *,
+        masters: bool | None = None,
+        stacked: bool = False,
+    ):
         self.makes_masters = masters
         self.masters = {}  # half matrix -> fp32 master
         defaults = dict(lr=lr, momentum=momentum, ns_steps=ns_steps, stacked=stacked)

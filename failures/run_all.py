@@ -48,7 +48,7 @@ def markdown(cases: list[tuple[str, Case]]) -> str:
     """One row for each case: its first row, which is the reported one."""
     lines = [
         "# Published failures, run here\n",
-        "`bash run.sh failures` writes this table. \"@ 5\" means at step 5.\n",
+        '`bash run.sh failures` writes this table. "@ 5" means at step 5.\n',
         "| case | dtype | as published | guarded: what is named | cured | holds |",
         "|---|---|---|---|---|---|",
     ]

@@ -27,9 +27,7 @@ from . import cifarnet, dit, slat_vae, swin, vit, vlm, vmamba
 from .classifier import Classifier
 from .regressor import Regressor
 
-PRESETS = (
-    vit.PRESETS | swin.PRESETS | vmamba.PRESETS | dit.PRESETS | slat_vae.PRESETS | vlm.PRESETS
-)
+PRESETS = vit.PRESETS | swin.PRESETS | vmamba.PRESETS | dit.PRESETS | slat_vae.PRESETS | vlm.PRESETS
 # Patches a side that belong together, if more than one: a window of the last stage, after three
 # merges two by two; the patches that become one token.
 TOGETHER = {"swin-t": 7 * 2**3, "swin-v2-t": 8 * 2**3, "nanovlm": vlm.FOLD}
@@ -93,8 +91,10 @@ def cut(name, size, channels):
     grid = options.pop("grid", None)
     unit = grid or options["patch_size"] * TOGETHER.get(name, 1)
     if size % unit:
-        raise DoesNotFit(f"{name} takes images of {unit}, {2 * unit} or other multiples of {unit} "
-                         f"pixels a side, not of {size}: see --image-size")
+        raise DoesNotFit(
+            f"{name} takes images of {unit}, {2 * unit} or other multiples of {unit} "
+            f"pixels a side, not of {size}: see --image-size"
+        )
     if grid:
         options["patch_size"] = size // grid
     return options | {"image_size": size, "channels": channels}
@@ -291,8 +291,10 @@ def wrap(net, label_smoothing=0.0, regression=False, class_weights=None):
     if class_weights is not None and hasattr(net, "judged_by"):
         raise DoesNotFit("--class-weights is for a network that classifies images")
     if regression and getattr(net, "needs_classes", False):
-        raise DoesNotFit(f"{type(net).__name__} learns from classes, and the targets of this data "
-                         "are numbers: take another --model")
+        raise DoesNotFit(
+            f"{type(net).__name__} learns from classes, and the targets of this data "
+            "are numbers: take another --model"
+        )
     if hasattr(net, "judged_by"):
         return net
     if regression:
@@ -308,8 +310,10 @@ def misfits(weights, net):
 
     def kinds(state):
         tensors = state.items() if isinstance(state, dict) else ()
-        return {name: isinstance(t, Tensor) and (t.shape, t.dtype, t.layout, t.device)
-                for name, t in tensors}
+        return {
+            name: isinstance(t, Tensor) and (t.shape, t.dtype, t.layout, t.device)
+            for name, t in tensors
+        }
 
     odd = kinds(weights).items() ^ kinds(net.state_dict()).items()
     return sorted({str(name) for name, _ in odd})

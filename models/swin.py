@@ -307,8 +307,12 @@ def from_torchvision(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             number = int(part[1])  # torchvision keeps stages and merges in one list
             inside = "blocks" if number % 2 else "merge"
             place = place.replace(part[0], f"stages.{number // 2}.{inside}" if number else "embed")
-        for theirs, our in (("embed.0", "embed.proj"), ("embed.2", "embed.norm"),
-                            (".mlp.3", ".mlp.2"), ("attn.cpb_mlp", "attn.bias.mlp")):
+        for theirs, our in (
+            ("embed.0", "embed.proj"),
+            ("embed.2", "embed.norm"),
+            (".mlp.3", ".mlp.2"),
+            ("attn.cpb_mlp", "attn.bias.mlp"),
+        ):
             place = place.replace(theirs, our)
         if place.endswith("attn.qkv"):
             q, k, v = t.chunk(3)

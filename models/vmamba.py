@@ -151,8 +151,10 @@ class SelectiveScan(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *inputs):
         """More directions: what torch.vmap stacks goes into K."""
-        stacked = [t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
-                   for t, d in zip(inputs, in_dims, strict=True)]
+        stacked = [
+            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            for t, d in zip(inputs, in_dims, strict=True)
+        ]
         outputs = SelectiveScan.apply(*(t.flatten(0, 1) for t in stacked))
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0, 0)
 

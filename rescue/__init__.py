@@ -87,8 +87,11 @@ class Rescue(Plain):
         step, carried, stats = verdict.step, verdict.carried, verdict.stats
         if carried["micro_batches"]:
             run.accum = max(run.accum, int(carried["micro_batches"]))
-            run.log.warn(step, f"out of memory at step {step}: from now on {run.accum} "
-                               "micro-batches a step on each rank")
+            run.log.warn(
+                step,
+                f"out of memory at step {step}: from now on {run.accum} "
+                "micro-batches a step on each rank",
+            )
         if "veto" in verdict.reasons:  # see out_of_memory()
             return [Finding(Kind.NO_MEMORY, step, verdict)]
         if not verdict.accepted:

@@ -109,9 +109,15 @@ def replay(path: Path, rerun: Callable) -> int:
     injector.begin(kept.step)
     run = Run(net=net, model=model, policy=policy, injector=injector)
     report = autopsy.examine(
-        rerun(run, kept), kept, net, state=dict(enumerate(state["optimizers"])),
-        num_classes=content.num_classes, precision=policy.name, advice="flags",
+        rerun(run, kept),
+        kept,
+        net,
+        state=dict(enumerate(state["optimizers"])),
+        num_classes=content.num_classes,
+        precision=policy.name,
+        advice="flags",
     )
-    print_line(f"{report}\nrecorded verdict: {content.verdict[:80]}, replayed on the CPU: "
-               f"{report.verdict}")
+    print_line(
+        f"{report}\nrecorded verdict: {content.verdict[:80]}, replayed on the CPU: {report.verdict}"
+    )
     return int(report.verdict != content.verdict)

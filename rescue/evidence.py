@@ -51,8 +51,10 @@ def has_not_learnt(run: Run) -> str:
     elements = sum(named[name].numel() for name in still)
     most = max(len(still) / len(named), elements / sum(p.numel() for p in named.values()))
     if most >= 0.5 and trend.lowest > 0.8 * trend.start:
-        return (f"{shortened(still)} did not move: the learning rate is as good as 0, or every "
-                "update is rounded away or undone")
+        return (
+            f"{shortened(still)} did not move: the learning rate is as good as 0, or every "
+            "update is rounded away or undone"
+        )
     return ""
 
 
@@ -73,17 +75,23 @@ def doubts(run: Run) -> list[str]:
         deviation = (share * (100 - share) / len(labels)) ** 0.5
         knows = scores["val_acc1"] > share + 2 * deviation
         if not knows:
-            said.append(f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
-                        f"would have {share:.1f} %")
+            said.append(
+                f"accuracy is {scores['val_acc1']:.1f} %: always the most frequent class "
+                f"would have {share:.1f} %"
+            )
     # A short run that knows something has not fallen far.
     if trend.mean > (1.0 if knows else 0.95) * trend.start > 0:
-        said.append(f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
-                    f"{trend.mean:.4g} at the end")
+        said.append(
+            f"the training loss has hardly fallen: {trend.start:.4g} at the start, "
+            f"{trend.mean:.4g} at the end"
+        )
     elif trend.mean > (trend.start + trend.lowest) / 2:
         said.append(f"the training loss is {trend.mean:.4g} at the end, and was {trend.lowest:.4g}")
     if val_loss > 1.5 * trend.mean and val_loss - trend.mean > 0.1 * trend.start:
-        said.append(f"validation is far worse than training: a loss of {val_loss:.4g}, and "
-                    f"{trend.mean:.4g} in training")
+        said.append(
+            f"validation is far worse than training: a loss of {val_loss:.4g}, and "
+            f"{trend.mean:.4g} in training"
+        )
     if forgotten := notice.at_chance(run, scores, kept=0.5):
         said.append(f"the model has lost what it learnt: {forgotten}")
     return said
@@ -107,12 +115,16 @@ def lifeless(run: Run) -> list[str]:
             if run.step - since > 2.5 * notice.between_looks(run):
                 causes.setdefault((what, since), []).append(name)
                 break
-    said = [f"{shortened(names)} {what} " + (f"after step {since}" if since else "at any look")
-            for (what, since), names in causes.items()]
+    said = [
+        f"{shortened(names)} {what} " + (f"after step {since}" if since else "at any look")
+        for (what, since), names in causes.items()
+    ]
     known = {name for names in causes.values() for name in names}
     if names := [name for name in movement.put_back(run) if name not in known]:
-        said.append(f"{shortened(names)} hardly left where training began, though the optimizer's "
-                    "updates lead far away: does something put weights back?")
+        said.append(
+            f"{shortened(names)} hardly left where training began, though the optimizer's "
+            "updates lead far away: does something put weights back?"
+        )
     return said
 
 
@@ -124,12 +136,16 @@ def ended_high(run: Run) -> str:
         return ""
     untrained = trend.first[0]
     if Verdict.DIVERGENCE in run.healing.cures and val_loss > 1.5 * untrained:
-        return (f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
-                f"step had {untrained:.4g}")
+        return (
+            f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
+            f"step had {untrained:.4g}"
+        )
     suspected = any(steps >= 3 for steps in trend.suspicions.values())
     learnt = trend.start - trend.lowest
     if suspected and val_loss > trend.start - 0.2 * learnt:
-        return (f"the model has lost what it learnt: the last validation has a loss of "
-                f"{val_loss:.4g}, training had {trend.start:.4g} at the start and "
-                f"{trend.lowest:.4g} at best")
+        return (
+            f"the model has lost what it learnt: the last validation has a loss of "
+            f"{val_loss:.4g}, training had {trend.start:.4g} at the start and "
+            f"{trend.lowest:.4g} at best"
+        )
     return ""

@@ -67,6 +67,7 @@ class Cure(NamedTuple):
 
 # --- The step once more
 
+
 def record_step(run: Run, step: int, images: Tensor, labels: Tensor) -> autopsy.StepRecord:
     """Record what examine() needs of a step: RNG and buffers as they are now, and its batches."""
     kept = autopsy.StepRecord(step, run.net, rank=run.rank)
@@ -94,8 +95,9 @@ def rerun(run: Run, kept: autopsy.StepRecord, model: nn.Module | None = None) ->
     return run_step
 
 
-def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Module | None = None,
-                     pieces: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def forward_backward(
+    run: Run, batch: tuple, fp32: bool = False, model: nn.Module | None = None, pieces: int = 1
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients by name of a micro-batch: whole, or in 2, 4, ... pieces, as many as it
     takes to fit into memory. (What just fits in training may not fit in fp32.)"""
     total = 0.0
@@ -118,6 +120,7 @@ def forward_backward(run: Run, batch: tuple, fp32: bool = False, model: nn.Modul
 
 # --- The turn
 
+
 def examine_and_heal(run: Run, step: int, kept: autopsy.StepRecord | None = None) -> Cure:
     """Examine a rejected step and respond. kept: its record, made before the step. The first time,
     the guilty rank writes a capsule."""
@@ -127,19 +130,28 @@ def examine_and_heal(run: Run, step: int, kept: autopsy.StepRecord | None = None
     if run.compiled is not run.ddp:  # the same code without DDP; it is compiled anew
         compiled = rerun(run, kept, torch.compile(run.model, dynamic=False))
     moments = [state for optimizer in run.optimizers for state in optimizer.state.values()]
-    report = autopsy.agree(autopsy.examine(
-        rerun(run, kept), kept, run.net, state=dict(enumerate(moments)),
-        num_classes=run.guard.num_classes, precision=run.policy.name,
-        scale=float(run.scaler.scale_tensor), advice="flags", run_compiled=compiled,
-    ))
+    report = autopsy.agree(
+        autopsy.examine(
+            rerun(run, kept),
+            kept,
+            run.net,
+            state=dict(enumerate(moments)),
+            num_classes=run.guard.num_classes,
+            precision=run.policy.name,
+            scale=float(run.scaler.scale_tensor),
+            advice="flags",
+            run_compiled=compiled,
+        )
+    )
     harmless = report.verdict in (Verdict.CALIBRATION, Verdict.NOT_REPRODUCIBLE)
     if harmless and report.scale > run.scaler.floor:
         return Cure(report, "")  # the loss scale was too high, and it can fall
     if report.rank == run.rank and not any(run.folder.glob("bad_step_*")):
         capsule.save(run.folder / f"bad_step_{step}_rank{run.rank}.pt", run, kept, report)
     if report.verdict in (Verdict.DIVERGENCE, Verdict.NOT_REPRODUCIBLE) and not recorded:
-        return Cure(report, "passed over: one step alone; if one of the next 50 is like it, the "
-                            "run acts")
+        return Cure(
+            report, "passed over: one step alone; if one of the next 50 is like it, the run acts"
+        )
     cure = respond(run, report)
     if report.verdict is not Verdict.DATA:  # steps before the cure would show the same again
         run.healing.examined_until = run.step
@@ -224,8 +236,13 @@ def rewind(run: Run, slower: bool = False) -> str:
 
 def diverged(run: Run, symptom: str) -> Cure:
     """Respond to a run that is lost with finite numbers, or whose state is non-finite."""
-    report = autopsy.Report(verdict=Verdict.DIVERGENCE, step=run.step, rank=run.rank,
-                            precision=run.policy.name, symptom=symptom)
+    report = autopsy.Report(
+        verdict=Verdict.DIVERGENCE,
+        step=run.step,
+        rank=run.rank,
+        precision=run.policy.name,
+        symptom=symptom,
+    )
     run.healing.trend.suspicions = {}
     if run.args.on_nonfinite != "heal":
         return Cure(report, "the run ends", End("diverged", 3, symptom))
@@ -238,7 +255,16 @@ def log_cure(run: Run, cure: Cure) -> None:
         run.graph.drop()  # a cure may have exchanged what the graph holds
     if cure.action:
         about = cure.report
-        run.log.write(event="cure", step=run.step, of_step=about.step, verdict=about.verdict,
-                      rank=about.rank, module=about.module, op=about.op, samples=about.indices,
-                      reason=about.symptom, action=cure.action)
+        run.log.write(
+            event="cure",
+            step=run.step,
+            of_step=about.step,
+            verdict=about.verdict,
+            rank=about.rank,
+            module=about.module,
+            op=about.op,
+            samples=about.indices,
+            reason=about.symptom,
+            action=cure.action,
+        )
         run.log.say(f"{about}\n  -> {cure.action}")

@@ -71,7 +71,8 @@ def parse_inject(spec: str) -> list[Fault]:
             known = "; ".join(f"{kind} at {', '.join(PLACES_OF[kind])}" for kind in PLACES_OF)
             raise ValueError(
                 f"--inject {part!r} does not read KIND:WHERE[:NAME]@step=N[..M][,rank=R]. There "
-                f"are: {known}")
+                f"are: {known}"
+            )
         kind, where, name, first, last, rank = match.groups()
         steps = range(int(first), int(last or first) + 1)
         if not steps:
@@ -134,8 +135,14 @@ def spoil(tree: Any, kind: str) -> Any:
 class Injector:
     """Plants faults from outside the step. Without faults every method returns its arguments."""
 
-    def __init__(self, net: nn.Module, spec: str = "", model: nn.Module | None = None,
-                 rank: int = 0, scales: bool = True):
+    def __init__(
+        self,
+        net: nn.Module,
+        spec: str = "",
+        model: nn.Module | None = None,
+        rank: int = 0,
+        scales: bool = True,
+    ):
         """Raises ValueError for a spec that it cannot parse, or a name that `net` lacks. scales:
         whether there is a loss scale."""
         faults = parse_inject(spec)
@@ -180,7 +187,8 @@ class Injector:
             size = self._size
             self._size = 0  # once a pass
             raise torch.OutOfMemoryError(
-                f"planted: no memory for {size} images at {f.where} {f.name}")
+                f"planted: no memory for {size} images at {f.where} {f.name}"
+            )
         return None
 
     def _strike_loss(self, model: nn.Module, args: tuple, out: tuple) -> tuple | None:
@@ -212,8 +220,11 @@ class Injector:
         if optimizers:
             self._write("param", dict(self.net.named_parameters()))
         moments = {  # a name is a key of the state, as exp_avg
-            name: t for optimizer in optimizers for state in optimizer.state.values()
-            for name, t in state.items() if isinstance(t, Tensor) and t.dim()
+            name: t
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for name, t in state.items()
+            if isinstance(t, Tensor) and t.dim()
         }
         if moments:
             self._write("optstate", moments)

@@ -64,8 +64,11 @@ def note_movement(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
     named, rates = learning(run)
     samples = [sampled(masters.get(p, p)) for p in named.values()]
     updates = {
-        p: asked(optimizer.state[p], group, p) for optimizer in run.optimizers
-        for group in optimizer.param_groups for p in group["params"] if optimizer.state.get(p)
+        p: asked(optimizer.state[p], group, p)
+        for optimizer in run.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if optimizer.state.get(p)
     }
     flags = []
     for p in named.values():
@@ -102,6 +105,9 @@ def put_back(run: Run) -> list[str]:
     if healing.start is None or len(healing.start) != sum(sizes):
         return []
     changes = (healing.sample - healing.start).abs().split(sizes)
-    return [name for name, change in zip(named, changes, strict=True)
-            if len(change) >= LEAST_ELEMENTS
-            and float(change.max()) < LEAST_WALK * healing.walked.get(name, 0.0) ** 0.5]
+    return [
+        name
+        for name, change in zip(named, changes, strict=True)
+        if len(change) >= LEAST_ELEMENTS
+        and float(change.max()) < LEAST_WALK * healing.walked.get(name, 0.0) ** 0.5
+    ]

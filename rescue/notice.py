@@ -88,8 +88,10 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
     for suspicion, patience in PATIENCE.items():
         steps = trend.suspicions.get(suspicion.value, 0)
         if steps >= patience:
-            return (f"{WORDS[suspicion]} for {steps} steps: loss {loss:.4g}, {trend.start:.4g} at "
-                    f"the start and {trend.lowest:.4g} at best; gradient norm {grad_norm:.3g}")
+            return (
+                f"{WORDS[suspicion]} for {steps} steps: loss {loss:.4g}, {trend.start:.4g} at "
+                f"the start and {trend.lowest:.4g} at best; gradient norm {grad_norm:.3g}"
+            )
     return ""
 
 
@@ -108,10 +110,12 @@ def parted_rank(run: Run, losses: list[float]) -> str:
             rank, steps = losses.index(loss), 0
         known[kind] = [rank, steps + 1]
         if steps + 1 == PARTED:
-            rest = sorted(losses[:rank] + losses[rank + 1:])
-            return (f"rank {rank} had the {kind} loss in each of {PARTED} steps, {loss:.4g} in the "
-                    f"last one, and the others {rest[0]:.4g} to {rest[-1]:.4g}: it trains on other "
-                    "images or labels, or computes wrongly")
+            rest = sorted(losses[:rank] + losses[rank + 1 :])
+            return (
+                f"rank {rank} had the {kind} loss in each of {PARTED} steps, {loss:.4g} in the "
+                f"last one, and the others {rest[0]:.4g} to {rest[-1]:.4g}: it trains on other "
+                "images or labels, or computes wrongly"
+            )
     return ""
 
 
@@ -132,8 +136,7 @@ def is_look(run: Run, step: int) -> bool:
     return step % between_looks(run) == 0 or step in (1, run.total_steps)
 
 
-def inspect_step(run: Run, step: int, sampler: probes.Probes | None
-                ) -> probes.TensorFigures:
+def inspect_step(run: Run, step: int, sampler: probes.Probes | None) -> probes.TensorFigures:
     """Between the last backward and the decision, check what costs too much for every step. It may
     wait for the device. Returns the figures of all tensors."""
     moments = [optimizer.state for optimizer in run.optimizers]

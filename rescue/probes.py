@@ -156,6 +156,7 @@ class Probes:
                     self._dtypes[name] = t.dtype
                     if t.requires_grad and not torch.compiler.is_compiling():
                         t.register_hook(on_gradient)
+
         return on_output
 
     def read(self) -> list[Reading]:

@@ -93,8 +93,9 @@ def is_repeated(run: Run, step: int, images: Tensor, labels: Tensor) -> bool:
         fault = len(outcomes) == 2 and run.device.type == "cpu"
         repeatable[kind] = len(outcomes) == 1 or fault
         if not repeatable[kind]:
-            run.log.write(event="warning", step=step,
-                          text="this device does not give the same bits twice")
+            run.log.write(
+                event="warning", step=step, text="this device does not give the same bits twice"
+            )
     rounded = not repeatable[kind] and within_rounding(*passes[:2])
     return len(outcomes) == 1 or rounded
 
@@ -117,8 +118,14 @@ def compare_ranks(run: Run, verdict: guards.Verdict) -> heal.Cure:
     else:
         run.healing.examined_until = run.step
         rank, symptom, action = make_equal(run)
-    report = autopsy.Report(verdict=autopsy.Verdict.NOT_REPRODUCIBLE, step=verdict.step, rank=rank,
-                            precision=run.policy.name, symptom=symptom, advice="flags")
+    report = autopsy.Report(
+        verdict=autopsy.Verdict.NOT_REPRODUCIBLE,
+        step=verdict.step,
+        rank=rank,
+        precision=run.policy.name,
+        symptom=symptom,
+        advice="flags",
+    )
     return heal.respond(run, report)._replace(action=action)
 
 
@@ -131,8 +138,11 @@ def make_equal(run: Run) -> tuple[int, str, str]:
     odd = [rank for rank, row in enumerate(table) if row != usual]
     if not odd:  # half weights, say, that their masters have rewritten
         return -1, "the replicas of the ranks differed, and agree again", "passed over"
-    names = [name for name, column in zip(tensors, zip(*table, strict=True), strict=True)
-             if len(set(column)) > 1]
+    names = [
+        name
+        for name, column in zip(tensors, zip(*table, strict=True), strict=True)
+        if len(set(column)) > 1
+    ]
     what = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
     if 2 * table.count(usual) > run.world_size:
         right = table.index(usual)

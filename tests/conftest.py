@@ -15,13 +15,27 @@ from models import RECIPE
 from trainer import plan
 
 os.environ.setdefault("AUTOPSY_SHARE", "1")  # every step is recorded, however long that takes
+# The first backward pass counts the devices, and starts a thread for each: under FakeTensorMode
+# eight that are not there. A process with these threads cannot fork for another backward pass.
+torch.ones(1, requires_grad=True).sum().backward()
 
 # `-m quick` leaves out what is slow: these files (they start processes, or train for long), every
 # test that trains through the fixture `run`, and what is marked `@pytest.mark.slow` elsewhere.
 SLOW = {
-    "test_bench", "test_campaign", "test_failures", "test_foreign", "test_graphs", "test_heal",
-    "test_nodes", "test_readme", "test_resume", "test_time_to_accuracy", "test_train",
-    "test_verify", "test_watch", "test_wings",
+    "test_bench",
+    "test_campaign",
+    "test_failures",
+    "test_foreign",
+    "test_graphs",
+    "test_heal",
+    "test_nodes",
+    "test_readme",
+    "test_resume",
+    "test_time_to_accuracy",
+    "test_train",
+    "test_verify",
+    "test_watch",
+    "test_wings",
 }
 # Wings that these tests need: where one of them was deleted, the tests are left out.
 NEEDS = {
@@ -45,10 +59,18 @@ collect_ignore = [tests for tests, wings in NEEDS.items() if not helpers.there(*
 if not helpers.FORKS:  # on Windows: what begins with os.fork, links and signals
     collect_ignore += ["test_checkpoint.py", "test_imagefolder.py", "test_nodes.py"]
 LONGEST = [  # they begin, so that no core idles at the end
-    "test_wings", "test_campaign", "test_watch", "test_resume", "test_nodes", "test_readme",
+    "test_wings",
+    "test_campaign",
+    "test_watch",
+    "test_resume",
+    "test_nodes",
+    "test_readme",
     "test_verify",
-    "test_failures", "test_house", "test_train", "test_heal",
-]  # fmt: skip
+    "test_failures",
+    "test_house",
+    "test_train",
+    "test_heal",
+]
 
 
 def pytest_collection_modifyitems(items):
@@ -102,8 +124,13 @@ def decoded(tmp_path_factory):
 
 
 DEFAULTS = {
-    "--model": "cifarnet-tiny", "--dataset": "cifar10", "--batch-size": "40", "--max-steps": "12",
-    "--log-every": "1", "--precision": "fp32", "--device": "cpu",
+    "--model": "cifarnet-tiny",
+    "--dataset": "cifar10",
+    "--batch-size": "40",
+    "--max-steps": "12",
+    "--log-every": "1",
+    "--precision": "fp32",
+    "--device": "cpu",
 }
 
 

@@ -27,9 +27,14 @@ FORKS = hasattr(os, "fork")
 # `python *HIDDEN SCRIPT ...` runs without what Windows lacks; on Windows: as it is.
 HIDDEN = [ROOT / "tests" / "hidden.py"] if FORKS else []
 WINGS = (  # CONTRIBUTING.md; each can be deleted with its tests
-    "rescue", "autopsy", "failures", "bench",
-    "autopsy/silent", "autopsy/before", "autopsy/describe",
-)  # fmt: skip
+    "rescue",
+    "autopsy",
+    "failures",
+    "bench",
+    "autopsy/silent",
+    "autopsy/before",
+    "autopsy/describe",
+)
 numbers = itertools.count()  # of files that scripts print to
 
 
@@ -82,8 +87,20 @@ class Operations(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        views = ("view", "split", "select", "unbind", "detach", "empty_like", "_record", "_local",
-                 "transpose", "permute", "_unsafe", "expand")
+        views = (
+            "view",
+            "split",
+            "select",
+            "unbind",
+            "detach",
+            "empty_like",
+            "_record",
+            "_local",
+            "transpose",
+            "permute",
+            "_unsafe",
+            "expand",
+        )
         self.count += not func._schema.name.split("::")[1].startswith(views)
         return func(*args, **(kwargs or {}))
 
@@ -128,23 +145,38 @@ for line in sys.stdin:
 def server():
     """A process that has imported torch once for all tests; each script is a fork of it."""
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", SERVER], env=environment, text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def run_together(jobs, folder, timeout=1800):
     """Each of `jobs`, (argv, working folder, environment), as `python *argv` runs it, all at once:
     [(exit code, out, err)]. `folder`: for what they print."""
     if not FORKS:
-        started = [subprocess.Popen([sys.executable, *map(str, argv)], cwd=at,
-                                    env={**os.environ, **environment}, encoding="utf-8",
-                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                   for argv, at, environment in jobs]  # fmt: skip
+        started = [
+            subprocess.Popen(
+                [sys.executable, *map(str, argv)],
+                cwd=at,
+                env={**os.environ, **environment},
+                encoding="utf-8",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for argv, at, environment in jobs
+        ]
         texts = [process.communicate(timeout=timeout) for process in started]
         return [(process.returncode, *both) for process, both in zip(started, texts, strict=True)]
     printed = [str(Path(folder) / f"printed.{next(numbers)}") for _ in jobs]
-    line = [([*map(str, argv)], str(at), environment, file)
-            for (argv, at, environment), file in zip(jobs, printed, strict=True)]
+    line = [
+        ([*map(str, argv)], str(at), environment, file)
+        for (argv, at, environment), file in zip(jobs, printed, strict=True)
+    ]
     server().stdin.write(json.dumps(line) + "\n")
     server().stdin.flush()
     if not select.select([server().stdout], [], [], timeout)[0]:
@@ -152,8 +184,10 @@ def run_together(jobs, folder, timeout=1800):
         server.cache_clear()
         raise TimeoutError(f"{jobs} took over {timeout} s")
     codes = json.loads(server().stdout.readline())
-    return [(code, Path(f"{file}.out").read_text("utf-8"), Path(f"{file}.err").read_text("utf-8"))
-            for code, file in zip(codes, printed, strict=True)]
+    return [
+        (code, Path(f"{file}.out").read_text("utf-8"), Path(f"{file}.err").read_text("utf-8"))
+        for code, file in zip(codes, printed, strict=True)
+    ]
 
 
 def run_script(argv, folder):
@@ -183,8 +217,10 @@ def free_port():
 def run_ranks(argv, folder, count=2):
     """`argv` on several ranks, without torchrun, which takes four seconds to start."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [{**meeting, "WORLD_SIZE": str(count), "RANK": str(rank),
-                     "LOCAL_RANK": str(rank)} for rank in range(count)]
+    environments = [
+        {**meeting, "WORLD_SIZE": str(count), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(count)
+    ]
     return run_together([(argv, folder, environment) for environment in environments], folder)
 
 
@@ -227,9 +263,16 @@ def two_ranks(folder, images, *flags, count=2, code=0):
     """
     folder.mkdir(exist_ok=True)
     defaults = {
-        "--model": "mlp", "--dataset": "cifar10", "--data-dir": images, "--device": "cpu",
-        "--batch-size": 48, "--precision": "fp32", "--adam-eps": 1e-2, "--log-every": 1,
-        "--max-steps": 12, "--out-dir": folder / "run",
+        "--model": "mlp",
+        "--dataset": "cifar10",
+        "--data-dir": images,
+        "--device": "cpu",
+        "--batch-size": 48,
+        "--precision": "fp32",
+        "--adam-eps": 1e-2,
+        "--log-every": 1,
+        "--max-steps": 12,
+        "--out-dir": folder / "run",
     }
     words = [word for pair in defaults.items() for word in pair]
     ended = run_ranks([script(folder, DRIVER), *words, *flags], folder, count)

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 UNIX = "crypt curses fcntl grp nis posix pty pwd readline resource spwd syslog termios tty"
 WINDOWS = {
     os: "O_CREAT O_EXCL O_RDONLY O_RDWR O_WRONLY W_OK _exit access close cpu_count devnull dup2 "
-        "environ fsencode fspath fsync getcwd getpid link listdir lseek makedirs mkdir name open "
-        "path read remove rename replace rmdir sep stat symlink truncate unlink walk write",
+    "environ fsencode fspath fsync getcwd getpid link listdir lseek makedirs mkdir name open "
+    "path read remove rename replace rmdir sep stat symlink truncate unlink walk write",
     signal: "SIGINT SIGTERM SIG_IGN getsignal signal",
     time: "monotonic perf_counter process_time sleep strftime time",
     errno: "EACCES EAGAIN EDQUOT EINVAL ENOSPC EPIPE",
@@ -52,8 +52,11 @@ def mentioned():
 def hide(then=None):
     """Take the names away; then() is called at the end."""
     names = {name for name in mentioned() if isinstance(name, str)}
-    hidden = [(module, name) for module, known in WINDOWS.items()
-              for name in names & set(vars(module)) - set(known.split())]
+    hidden = [
+        (module, name)
+        for module, known in WINDOWS.items()
+        for name in names & set(vars(module)) - set(known.split())
+    ]
     for module, name in hidden:
         if not name.startswith("__"):
             delattr(module, name)

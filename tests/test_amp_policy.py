@@ -49,6 +49,7 @@ class Net(nn.Module):
 
 # --- choosing
 
+
 def choose(name, caps, fault="", half_seconds=0.5):
     """With what the trial of half precision says, and its time beside a second of fp32."""
 
@@ -109,20 +110,28 @@ def test_an_explicit_choice_is_obeyed_and_says_what_it_costs():
 
 
 def test_a_policy_goes_by_its_usual_names_and_finds_its_device():
-    for spelling, name in (("half", "fp16"), ("16-mixed", "fp16"), ("O1", "fp16"), ("O0", "fp32"),
-                           ("bfloat16", "bf16")):
+    for spelling, name in (
+        ("half", "fp16"),
+        ("16-mixed", "fp16"),
+        ("O1", "fp16"),
+        ("O0", "fp32"),
+        ("bfloat16", "bf16"),
+    ):
         policy = choose_policy(spelling, trial=None, stopwatch=None)
         assert policy.name == name
         assert policy.device == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("machine, avx512_bf16, mkldnn, native", [
-    ("x86_64", True, True, True),
-    ("x86_64", False, True, False),  # Skylake: oneDNN says True, by emulation
-    ("x86_64", None, True, False),  # a torch without the attribute
-    ("aarch64", False, True, True),  # Graviton 3
-    ("arm64", True, None, False),  # a build without the operator
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "machine, avx512_bf16, mkldnn, native",
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", False, True, False),  # Skylake: oneDNN says True, by emulation
+        ("x86_64", None, True, False),  # a torch without the attribute
+        ("aarch64", False, True, True),  # Graviton 3
+        ("arm64", True, None, False),  # a build without the operator
+    ],
+)
 def test_cpu_bf16_means_native_on_x86_and_arm(monkeypatch, machine, avx512_bf16, mkldnn, native):
     operators = {"_is_mkldnn_bf16_supported": lambda: mkldnn} if mkldnn is not None else {}
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators), raising=False)
@@ -174,8 +183,10 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
     policy, seen = policy_for(name, device), {}
     skip_emulated(device, policy.dtype)
     net = Net().to(device)
-    batch = {"images": torch.randn(6, 3, 6, 6, device=device),
-             "labels": torch.full((6, 4), 0.2501, device=device)}  # fmt: skip
+    batch = {
+        "images": torch.randn(6, 3, 6, 6, device=device),
+        "labels": torch.full((6, 4), 0.2501, device=device),
+    }
     want = copy.deepcopy(net)(**batch)
     policy.prepare(net)
     for module in (net.conv, net.ln):
@@ -186,8 +197,12 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
         assert torch.equal(loss, net(**batch))
     scaler.scale(loss).backward()
     assert TABLE[name] == (
-        net.conv.weight.dtype, net.ln.weight.dtype, net.conv.weight.grad.dtype,
-        seen[net.conv], TABLE[name][4] and seen[net.ln], net.bn.running_mean.dtype,
+        net.conv.weight.dtype,
+        net.ln.weight.dtype,
+        net.conv.weight.grad.dtype,
+        seen[net.conv],
+        TABLE[name][4] and seen[net.ln],
+        net.bn.running_mean.dtype,
     )
     assert (loss.dtype, net.label_dtype) == (F32, F32)
     assert policy.scales is (name in ("fp16", "O2"))
@@ -225,6 +240,7 @@ def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name
 
 # --- loss scaling
 
+
 @both_devices
 @pytest.mark.filterwarnings("error")
 def test_between_its_limits_it_is_torchs_scaler_bit_for_bit_and_each_loads_the_other(device):
@@ -251,8 +267,20 @@ def test_between_its_limits_it_is_torchs_scaler_bit_for_bit_and_each_loads_the_o
 
 def test_floor_and_ceiling_table_and_the_way_back_of_a_corrupted_scale():
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=2, floor=2.0, ceiling=16.0)
-    for bad, want in [(1, 4), (1, 2), (1, 2), (0, 2), (0, 4), (0, 4), (0, 8), (0, 8), (0, 16),
-                      (0, 16), (0, 16), (math.nan, 8)]:  # a flag that is NaN is a skipped step
+    for bad, want in [
+        (1, 4),
+        (1, 2),
+        (1, 2),
+        (0, 2),
+        (0, 4),
+        (0, 4),
+        (0, 8),
+        (0, 8),
+        (0, 16),
+        (0, 16),
+        (0, 16),
+        (math.nan, 8),
+    ]:  # a flag that is NaN is a skipped step
         scaler.update(found_inf=torch.tensor(float(bad)))
         assert scaler.get_scale() == want
     scaler.update(0.25)  # torch's positional argument is a new scale
@@ -284,6 +312,7 @@ def test_a_state_that_does_not_fit_starts_afresh_with_a_note(state):
 
 
 # --- CUDA only
+
 
 @needs_cuda
 def test_tf32_on_and_off_are_measurably_different_and_fp32_eval_wins():

@@ -40,8 +40,10 @@ def wrote(checkpoints, state, step, good=False):
 def toy(value=1.0):
     weight = torch.full((4, 3), value)
     moments = {"exp_avg": weight.clone(), "step": torch.tensor(value)}
-    return {"model": {"weight": weight, "half": weight[0].half()},
-            "optimizer": {"state": {0: moments}}}
+    return {
+        "model": {"weight": weight, "half": weight[0].half()},
+        "optimizer": {"state": {0: moments}},
+    }
 
 
 @pytest.fixture
@@ -65,13 +67,22 @@ def flip(path, position=200, bit=0):
 
 # --- Whole files
 
+
 def test_a_state_comes_back_with_its_types_dtypes_and_strides(tmp_path):
     waves = torch.complex(torch.ones(3), torch.zeros(3)).conj()
-    state = {"list": [1, 2.5, True, None, "x", (1, (2,)), 1j, b"x"], "inf": INF,
-             "size": torch.Size([2, 3]), "device": torch.device("cpu"), "dtype": torch.float16,
-             "t": torch.randn(3, 4).t(), "empty": torch.empty(0, 3), 7: torch.tensor(3),
-             "bf16": torch.ones(5, dtype=torch.bfloat16), "view": torch.arange(1000.0)[:2],
-             "parameter": torch.nn.Parameter(torch.ones(2))}
+    state = {
+        "list": [1, 2.5, True, None, "x", (1, (2,)), 1j, b"x"],
+        "inf": INF,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"),
+        "dtype": torch.float16,
+        "t": torch.randn(3, 4).t(),
+        "empty": torch.empty(0, 3),
+        7: torch.tensor(3),
+        "bf16": torch.ones(5, dtype=torch.bfloat16),
+        "view": torch.arange(1000.0)[:2],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
     save(tmp_path / "x.pt", state | {"waves": waves})
     back = load(tmp_path / "x.pt")
     assert torch.equal(back.pop("waves"), waves) and same(back, state)
@@ -132,14 +143,18 @@ def of_model(make):
 
 
 FOREIGN = {
-    "empty": Path.touch, "absent": str, "folder": Path.mkdir, "pipe": os.mkfifo, "bomb": bomb,
+    "empty": Path.touch,
+    "absent": str,
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "bomb": bomb,
     "a pickle": lambda path: path.write_bytes(b"\x80\x02}q\0."),
     "endless": lambda path: path.symlink_to("/dev/zero"),
     "circle": of_model(circle),
     "expanded": of_model(lambda: torch.zeros(1).expand(100, 100)),
     "sparse": of_model(lambda: torch.ones(2).to_sparse()),
     "on meta": of_model(lambda: torch.zeros(2, device="meta")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
@@ -178,11 +193,16 @@ def test_code_in_a_file_with_a_right_checksum_is_not_run(tmp_path):
     assert planted.exists()
 
 
-@pytest.mark.parametrize("state, why", [
-    ([1], "holds a list"), ({"model": 1}, "step None"),
-    ({"step": -5}, "step -5"), ({"step": 2.0}, "step 2.0"),
-    ({"step": 2, "exp_avg": torch.tensor([NAN])}, "non-finite in exp_avg"),
-])
+@pytest.mark.parametrize(
+    "state, why",
+    [
+        ([1], "holds a list"),
+        ({"model": 1}, "step None"),
+        ({"step": -5}, "step -5"),
+        ({"step": 2.0}, "step 2.0"),
+        ({"step": 2, "exp_avg": torch.tensor([NAN])}, "non-finite in exp_avg"),
+    ],
+)
 def test_a_file_that_no_run_can_go_on_from_is_refused(tmp_path, state, why):
     save(tmp_path / "last.pt", state)
     with pytest.raises(CheckpointError, match=f"last.pt .*{why}"):
@@ -192,6 +212,7 @@ def test_a_file_that_no_run_can_go_on_from_is_refused(tmp_path, state, why):
 
 
 # --- Which file
+
 
 def test_the_newest_whole_file_is_found_and_no_fresh_start_is_made_of_damaged_ones(folder):
     assert Checkpoints(folder / "missing").newest() is None
@@ -240,8 +261,7 @@ os.kill(os.getpid(), 9) if sys.argv[2] == "die" else None
 def test_a_folder_is_locked_while_its_run_lives_and_not_after_its_death(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    assert fork(tmp_path, HOLD, run, "die") == (
-        -9, f"{run} is in use: another run writes to it\n")
+    assert fork(tmp_path, HOLD, run, "die") == (-9, f"{run} is in use: another run writes to it\n")
     Checkpoints(run).lock()
 
 
@@ -315,14 +335,18 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_return(tmp
 
 # --- Disks that refuse
 
+
 def failing(code):
     def call(*_, **__):
         raise OSError(code, os.strerror(code))
+
     return call
 
 
-@pytest.mark.parametrize("owner, call", [
-    (os, "fsync"), (os, "replace"), (Path, "write_bytes"), (Path, "mkdir"), (checkpoint, "_link")])
+@pytest.mark.parametrize(
+    "owner, call",
+    [(os, "fsync"), (os, "replace"), (Path, "write_bytes"), (Path, "mkdir"), (checkpoint, "_link")],
+)
 def test_a_disk_that_refuses_leaves_every_file_as_it_was(folder, monkeypatch, owner, call):
     checkpoints, before = Checkpoints(folder), contents(folder)
     monkeypatch.setattr(owner, call, failing(errno.ENOSPC))
@@ -348,6 +372,7 @@ def test_an_error_in_the_background_surfaces_once_at_the_next_call(folder, monke
 
 
 # --- The loop goes on
+
 
 def test_the_loop_goes_on_and_changes_its_tensors_while_the_disk_is_slow(tmp_path, monkeypatch):
     disk, real = threading.Event(), torch.save
@@ -382,8 +407,18 @@ def test_a_cuda_state_may_change_right_after_the_snapshot_and_loads_on_the_cpu(t
 
 # --- What may enter a file
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64,
-                                   torch.complex64, torch.float8_e5m2])
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.float8_e5m2,
+    ],
+)
 def test_non_finite_agrees_with_isfinite_wherever_it_is_planted(dtype):
     """Beside tensors of other dtypes: none may overflow in another's dtype, none may hide."""
     largest = min(torch.finfo(dtype).max, 1.7e19)
@@ -415,18 +450,20 @@ def sharded():
     return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
 
 
-@pytest.mark.parametrize("name, make, why", [
-    ("model", sharded, r"DTensor.*torch\.distributed\.checkpoint"),
-    ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
-    ("model", lambda: torch.ones(2, device="meta"), "on meta"),
-    ("guard", lambda: bytearray(b"x"), "bytearray.* no tensor, dict"),
-
-    ("guard", lambda: signal.SIGTERM, "Signals"), ("guard", lambda: {1, 2}, "set"),
-    ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),
-    ("exp_avg_sq", lambda: torch.ones(2).bfloat16(), "it must be fp32")])
-def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(
-    folder, one_rank, name, make, why
-):
+@pytest.mark.parametrize(
+    "name, make, why",
+    [
+        ("model", sharded, r"DTensor.*torch\.distributed\.checkpoint"),
+        ("model", lambda: torch.ones(2).to_sparse(), "sparse"),
+        ("model", lambda: torch.ones(2, device="meta"), "on meta"),
+        ("guard", lambda: bytearray(b"x"), "bytearray.* no tensor, dict"),
+        ("guard", lambda: signal.SIGTERM, "Signals"),
+        ("guard", lambda: {1, 2}, "set"),
+        ("optimizers", lambda: torch.ones(2).half(), "float16, it must be fp32"),
+        ("exp_avg_sq", lambda: torch.ones(2).bfloat16(), "it must be fp32"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(folder, one_rank, name, make, why):
     before = contents(folder)
     why = rf"not saved: .*{name}\.0\.w is .*{why}"
     with pytest.raises(CheckpointError, match=why) as caught:
@@ -456,9 +493,19 @@ def test_float4_is_saved_where_torch_can_copy_it_and_else_named(folder):
 
 def test_tied_tensors_are_written_once_and_come_back_tied_and_mappings_keep_their_type(tmp_path):
     big, z = torch.randn(300, 200), torch.randn(4, dtype=torch.complex64)
-    state = {"embed": big, "head": big.detach(), "turned": big.t(), "row": big[2], "e": big[:0],
-             "gaps": big[:, ::2], "z": z, "conj": z.conj(), "imag": z.conj().imag,
-             "o": OrderedDict(b=1, a=big), "c": Counter("aab")}
+    state = {
+        "embed": big,
+        "head": big.detach(),
+        "turned": big.t(),
+        "row": big[2],
+        "e": big[:0],
+        "gaps": big[:, ::2],
+        "z": z,
+        "conj": z.conj(),
+        "imag": z.conj().imag,
+        "o": OrderedDict(b=1, a=big),
+        "c": Counter("aab"),
+    }
     save(tmp_path / "x.pt", state)
     assert os.path.getsize(tmp_path / "x.pt") < 1.6 * big.nbytes  # once, and the gaps' half
     back = load(tmp_path / "x.pt")
@@ -489,8 +536,11 @@ def test_a_state_with_one_bad_number_is_refused_and_the_files_stay_byte_for_byte
 
 # --- Signals
 
-@pytest.mark.parametrize("number", [
-    signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR])
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR],
+)
 def test_a_signal_sets_the_number_and_the_old_handler_returns(number):
     received = []
     before = signal.signal(number, lambda n, _: received.append(n))

@@ -108,9 +108,9 @@ def test_a_copy_made_after_a_scheduler_steps_its_own_weights_alone(make, twice):
         assert same(before, snapshot(other)) and not same(one, torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("name, argument", [
-    key for key, why in DOES_NOT_APPLY.items() if why.startswith("refused")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, argument", [key for key, why in DOES_NOT_APPLY.items() if why.startswith("refused")]
+)
 def test_an_argument_that_does_not_apply_is_refused(name, argument):
     with pytest.raises((TypeError, RuntimeError), match=argument):
         OURS[name]([nn.Parameter(torch.ones(2, 2))], **{argument: True})
@@ -173,8 +173,13 @@ def test_the_guard_and_each_order_of_calls_do_what_the_scaler_does_alone(
         torch.manual_seed(0)
         net = nn.Linear(4, 4)
         optimizer, guard = OPTIMIZERS[kind](net), Guard(net, lag=False)
-        options = {"init_scale": 128.0, "growth_factor": 2.0, "backoff_factor": 0.5,
-                   "growth_interval": 2, "enabled": enabled}  # fmt: skip
+        options = {
+            "init_scale": 128.0,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2,
+            "enabled": enabled,
+        }
         scaler, scales = scaler_class("cpu", **options), []
         for step in range(8):
             for micro in range(2):
@@ -229,8 +234,11 @@ def test_accelerate_sees_a_skipped_step_in_fp16_as_the_page_says(kind, has_guard
 
 # --- Recipes
 
-RECIPES = [block for block in blocks((ROOT / "docs" / "recipes.md").read_text())
-           if re.search(r"torch\.optim\.\w+\(\w+\.parameters|^ *Trainer\(", block, re.M)]
+RECIPES = [
+    block
+    for block in blocks((ROOT / "docs" / "recipes.md").read_text())
+    if re.search(r"torch\.optim\.\w+\(\w+\.parameters|^ *Trainer\(", block, re.M)
+]
 INSTEAD = {
     "ClippedAdamW": "__import__('optim').ClippedAdamW({})",
     "Muon": "__import__('extras.muon').muon.Muon([p for p in {} if p.ndim > 1])",
@@ -269,11 +277,19 @@ def test_the_recipe_of_lightning_runs_in_fp16_with_the_line_of_the_page(
 ):
     pytest.importorskip("lightning")
     block = next(block for block in RECIPES if "lightning.Trainer(" in block)
-    block = re.sub("return " + OPTIMIZER, lambda found: (
-        f"optimizer = {INSTEAD[kind].format(found[1])}; "
-        "optimizer._step_supports_amp_scaling = False; return optimizer"), block)
-    block = block.replace("max_epochs=1,", """max_epochs=1, gradient_clip_val=1.0,
+    block = re.sub(
+        "return " + OPTIMIZER,
+        lambda found: (
+            f"optimizer = {INSTEAD[kind].format(found[1])}; "
+            "optimizer._step_supports_amp_scaling = False; return optimizer"
+        ),
+        block,
+    )
+    block = block.replace(
+        "max_epochs=1,",
+        """max_epochs=1, gradient_clip_val=1.0,
         plugins=[lightning.pytorch.plugins.precision.MixedPrecision(
-            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=128.0))],""")
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=128.0))],""",
+    )
     monkeypatch.chdir(tmp_path)
     assert "1 of 20 steps skipped" in run(block)

@@ -77,11 +77,14 @@ def test_every_validation_image_is_seen_once_over_all_ranks():
     assert sorted(seen) == [*range(95)]
 
 
-@pytest.mark.parametrize("how, edge", [
-    ({"pad": 0}, 0),
-    ({"augment": "flip", "scale": (0.35, 1.0), "size": 24}, 4),
-    ({"augment": "flip"}, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, edge",
+    [
+        ({"pad": 0}, 0),
+        ({"augment": "flip", "scale": (0.35, 1.0), "size": 24}, 4),
+        ({"augment": "flip"}, 0),
+    ],
+)
 def test_without_a_crop_an_image_is_mirrored_in_every_other_epoch_and_else_unchanged(how, edge):
     s = stream(**how)
     kept = slice(edge, 32 - edge)
@@ -205,14 +208,17 @@ def test_the_fingerprint_binds_each_image_to_its_label_and_its_place():
         assert fingerprint(*changed) != before
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"train": (IMAGES.float(), CLASSES)}, r"images are torch.float32 \(96, 3, 32, 32\)"),
-    ({"train": (IMAGES, CLASSES[1:])}, "96 train images have 95 labels"),
-    ({"classes": ["disc", "disc"]}, "two classes are called disc"),
-    ({"mean": [120.0], "std": [60.0]}, "mean should be a number from 0 to 255 for each of 3"),
-    ({"mean": [0.5] * 3, "std": [0.2] * 3}, "std should be a number from 1 to 255"),
-    ({"mean": [float("nan")] * 3, "std": [60.0] * 3}, "mean should be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"train": (IMAGES.float(), CLASSES)}, r"images are torch.float32 \(96, 3, 32, 32\)"),
+        ({"train": (IMAGES, CLASSES[1:])}, "96 train images have 95 labels"),
+        ({"classes": ["disc", "disc"]}, "two classes are called disc"),
+        ({"mean": [120.0], "std": [60.0]}, "mean should be a number from 0 to 255 for each of 3"),
+        ({"mean": [0.5] * 3, "std": [0.2] * 3}, "std should be a number from 1 to 255"),
+        ({"mean": [float("nan")] * 3, "std": [60.0] * 3}, "mean should be"),
+    ],
+)
 def test_a_dataset_that_makes_no_sense_is_refused(change, words):
     good = {"train": (IMAGES, CLASSES), "val": (IMAGES, CLASSES), "classes": synthetic.CLASSES}
     Dataset("mine", **good)
@@ -339,13 +345,16 @@ def odd_one(folder):
         to_pil_image(torch.zeros(3, 8, 9)).save(folder / path / "odd.png")
 
 
-@pytest.mark.parametrize("make, flags, code, words", [
-    (str, ("--dataset", "imagefolder"), 2, "data should hold train/<class>/"),
-    (str, ("--image-size", 64), 2, "--image-size 64: the images of cifar10 are 32 x 32"),
-    (str, ("--val-share", 0.2), 2, "--val-share is for --dataset imagefolder"),
-    (odd_one, ("--dataset", "imagefolder", "--image-size", 9**6), 2, "which has"),
-    (odd_one, (), 4, "odd.png: ValueError: 9x8 pixels; CIFAR-10 images are 32x32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, flags, code, words",
+    [
+        (str, ("--dataset", "imagefolder"), 2, "data should hold train/<class>/"),
+        (str, ("--image-size", 64), 2, "--image-size 64: the images of cifar10 are 32 x 32"),
+        (str, ("--val-share", 0.2), 2, "--val-share is for --dataset imagefolder"),
+        (odd_one, ("--dataset", "imagefolder", "--image-size", 9**6), 2, "which has"),
+        (odd_one, (), 4, "odd.png: ValueError: 9x8 pixels; CIFAR-10 images are 32x32"),
+    ],
+)
 def test_a_wrong_argument_leaves_with_2_and_bad_data_with_4(
     run, tmp_path, make, flags, code, words
 ):

@@ -179,14 +179,17 @@ def step(net):
     return [loss.detach(), *(p.grad for p in net.parameters())]
 
 
-@pytest.mark.parametrize("kernel, words", [
-    (sample_0_for_all, "its output is off by .*5 samples"),
-    (last_wrong, "its output is off by"),
-    (WrongBackward.apply, "its gradient of input 0 is off by"),
-    (lambda *inputs: dit.modulate(*inputs) * float("nan"), "its output is off by inf"),
-    (lambda *inputs: dit.modulate(*inputs).half(), "its output is torch.float16"),
-    (broken_compiler, "RuntimeError: no working compiler found"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kernel, words",
+    [
+        (sample_0_for_all, "its output is off by .*5 samples"),
+        (last_wrong, "its output is off by"),
+        (WrongBackward.apply, "its gradient of input 0 is off by"),
+        (lambda *inputs: dit.modulate(*inputs) * float("nan"), "its output is off by inf"),
+        (lambda *inputs: dit.modulate(*inputs).half(), "its output is torch.float16"),
+        (broken_compiler, "RuntimeError: no working compiler found"),
+    ],
+)
 def test_a_fused_path_that_lies_is_refused_once_and_the_step_is_unaffected(
     monkeypatch, kernel, words
 ):
@@ -198,8 +201,10 @@ def test_a_fused_path_that_lies_is_refused_once_and_the_step_is_unaffected(
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("device, fused", [
-    ("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=needs_cuda)])
+@pytest.mark.parametrize(
+    "device, fused",
+    [("cpu", ["sdpa"]), pytest.param("cuda", ["sdpa", "modulate"], marks=needs_cuda)],
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_good_fused_paths_are_accepted_without_a_warning(precision, device, fused):

@@ -12,11 +12,22 @@ from extras.ema import EMA
 from extras.muon import Muon
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("lr", math.nan), ("lr", -1.0), ("lr", math.inf), ("lr", torch.ones(2)), ("momentum", 5),
-    ("momentum", -0.1), ("momentum", math.nan), ("momentum", 1.0), ("ns_steps", -1),
-    ("ns_steps", 0), ("ns_steps", 100),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", -1.0),
+        ("lr", math.inf),
+        ("lr", torch.ones(2)),
+        ("momentum", 5),
+        ("momentum", -0.1),
+        ("momentum", math.nan),
+        ("momentum", 1.0),
+        ("ns_steps", -1),
+        ("ns_steps", 0),
+        ("ns_steps", 100),
+    ],
+)
 def test_an_option_that_would_spoil_the_matrices_is_refused_in_one_sentence(option, value):
     matrix = nn.Parameter(torch.ones(2, 2))
     for group in ([matrix], [{"params": [matrix], option: value}]):
@@ -48,8 +59,12 @@ def test_an_average_refuses_what_it_could_not_average():
             EMA(net.parameters(), decay)
     used_up = net.parameters()
     ema = EMA(used_up)
-    for call in (lambda: EMA(used_up), lambda: ema.update(used_up, 0.0),
-                 lambda: ema.swap(used_up).__enter__(), lambda: ema.distance([net.weight])):
+    for call in (
+        lambda: EMA(used_up),
+        lambda: ema.update(used_up, 0.0),
+        lambda: ema.swap(used_up).__enter__(),
+        lambda: ema.distance([net.weight]),
+    ):
         with pytest.raises(ValueError, match="used up after one pass"):
             call()
     assert ema.updates == 0

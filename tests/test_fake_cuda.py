@@ -49,9 +49,26 @@ pytestmark = [
 ]
 aten = torch.ops.aten
 ASKS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
-VIEWS = ("detach", "empty", "alias", "select", "slice", "split", "unbind", "view", "reshape", "t",
-         "transpose", "expand", "permute", "unsqueeze", "squeeze", "lift_fresh", "promote_types",
-         "device")
+VIEWS = (
+    "detach",
+    "empty",
+    "alias",
+    "select",
+    "slice",
+    "split",
+    "unbind",
+    "view",
+    "reshape",
+    "t",
+    "transpose",
+    "expand",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "lift_fresh",
+    "promote_types",
+    "device",
+)
 
 
 class Watch(TorchDispatchMode):
@@ -67,9 +84,11 @@ class Watch(TorchDispatchMode):
     def say(self, what):
         frame = sys._getframe(2)
         # The mode of fp32_eval stands between a line and torch.
-        while frame and (not is_ours(frame.f_code.co_filename)
-                         or frame.f_code.co_filename == __file__
-                         or frame.f_code.co_name == "__torch_function__"):
+        while frame and (
+            not is_ours(frame.f_code.co_filename)
+            or frame.f_code.co_filename == __file__
+            or frame.f_code.co_name == "__torch_function__"
+        ):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "a backward"
         self.seen.append(f"{place}: {what}")
@@ -146,15 +165,26 @@ def backward(root, gradient=None):
 def gpu(monkeypatch):
     """A fake GPU: enter the mode that it returns."""
     properties = SimpleNamespace(
-        name="fake", major=9, minor=0, multi_processor_count=132, total_memory=2**37,
-        max_threads_per_multi_processor=2048, warp_size=32,
-    )  # fmt: skip
+        name="fake",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=2**37,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+    )
     stream = SimpleNamespace(record_event=lambda *a: None)
     for name, value in {
-        "is_available": True, "current_device": 0, "device_count": 1, "_lazy_init": None,
-        "get_device_properties": properties, "get_device_capability": (9, 0),
-        "is_bf16_supported": True, "current_stream": stream, "is_current_stream_capturing": False,
-    }.items():  # fmt: skip
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "_lazy_init": None,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+        "current_stream": stream,
+        "is_current_stream_capturing": False,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *a, value=value, **k: value)
     monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda *a: None)
     monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)
@@ -168,9 +198,13 @@ def network():
     """Convolution, BatchNorm and a head, on the fake GPU: half of what the models are made of."""
     with CUDA:
         return nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(), nn.Linear(32, 10),
-        )  # fmt: skip
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 10),
+        )
 
 
 def usual(optimizers, scaler=None, clip=1.0, guarded=True, accum=1):
@@ -244,6 +278,7 @@ def test_the_guard_in_a_usual_loop_makes_no_gpu_wait(gpu, optimizers, scaler, cl
 
 # --- train.py on the fake GPU
 
+
 def clipped(net):
     return [ClippedAdamW(net.parameters(), clip=None)]
 
@@ -257,12 +292,18 @@ def prepared(scales=False, optimizers=ours, ema=0.9, carries=()):
     net = network()
     chosen = optimizers(net)
     run = record.Run(
-        args=args, net=net, model=Classifier(net, label_smoothing=0.1), policy=policy,
-        scaler=LossScaler("cuda", enabled=scales), optimizers=chosen,
-        guard=Guard(net, num_classes=10, ignore_index=None, carries=carries), clip=1.0,
-        schedule=Schedule(chosen, warmup_cosine(100, 10)), device=CUDA,
+        args=args,
+        net=net,
+        model=Classifier(net, label_smoothing=0.1),
+        policy=policy,
+        scaler=LossScaler("cuda", enabled=scales),
+        optimizers=chosen,
+        guard=Guard(net, num_classes=10, ignore_index=None, carries=carries),
+        clip=1.0,
+        schedule=Schedule(chosen, warmup_cosine(100, 10)),
+        device=CUDA,
         log=SimpleNamespace(write=lambda **_: None, warn=lambda *_: None),
-    )  # fmt: skip
+    )
     if ema:
         run.ema = EMA(master_params(chosen).values(), ema)
     images = torch.empty(4, 3, 8, 8, device=CUDA)
@@ -294,10 +335,15 @@ PATHS = {  # path: what is run, the lines that may ask the device (no other may)
     # that the path calls from a line that may not ask
     "a step": (one_step, set(), (Guard, "close")),
     "the average": (average, set(), (torch, "_fused_sgd_")),
-    "validation": (evaluate, {
-        "validation.py: total += table.cpu().double().sum(1)  # (metrics + 3, B) -> (metrics + 3,)",
-    }, (validation, "in_halves")),
-}  # fmt: skip
+    "validation": (
+        evaluate,
+        {
+            "validation.py: total += table.cpu().double().sum(1)"
+            "  # (metrics + 3, B) -> (metrics + 3,)",
+        },
+        (validation, "in_halves"),
+    ),
+}
 
 
 def only_these_lines_ask(gpu, run, batch, path, lines, planted=None):
@@ -333,6 +379,7 @@ def test_only_the_lines_that_may_ask_do_ask(gpu, path, lines, planted, plant):
 
 
 # --- Launches: what the guards cost where every kernel is launched by itself
+
 
 def test_guard_step_launches_at_most_20_kernels_more_than_clipping(gpu):
     with gpu:

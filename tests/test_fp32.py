@@ -51,11 +51,15 @@ def test_an_island_heals_an_overflow_and_returns_what_the_caller_would_have_had(
     torch.testing.assert_close(out.float(), net(x), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("module, given, wanted", [
-    (nn.Linear(4, 4), F32, BF16),  # autocast would have returned half whatever came in
-    (nn.LayerNorm(4), BF16, BF16),
-    (nn.Sequential(nn.Linear(4, 4), nn.GELU()), F32, F32),  # a block on an fp32 residual stream
-], ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else None)
+@pytest.mark.parametrize(
+    "module, given, wanted",
+    [
+        (nn.Linear(4, 4), F32, BF16),  # autocast would have returned half whatever came in
+        (nn.LayerNorm(4), BF16, BF16),
+        (nn.Sequential(nn.Linear(4, 4), nn.GELU()), F32, F32),  # a block on an fp32 residual stream
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else None,
+)
 def test_the_output_dtype_of_an_island(module, given, wanted):
     net = nn.ModuleList([module])
     keep_fp32(net, ["0"])
@@ -202,6 +206,7 @@ def test_an_island_pinned_inside_ddp_still_synchronises_every_gradient(one_rank)
 
 # --- evaluation in fp32
 
+
 class Inner(nn.Module):
     """One layer, with half precision of its own making, in the ways that vendored code knows."""
 
@@ -335,6 +340,7 @@ def test_half_weights_are_evaluated_as_their_fp32_copies_or_masters_and_stay_bit
 
 # --- disagreement
 
+
 class Classifier(nn.Module):
     """Returns its loss in one of the ways of other projects."""
 
@@ -362,7 +368,8 @@ def test_a_finite_drift_is_named_too_and_agreement_is_silent():
 
     policy, x, y = policy_for("O2"), torch.randn(64, 8), torch.randint(4, (64,))
     for body, bias, layer in (
-        (Cancel(), 0.0, "body"), (nn.Identity(), 0.0, ""),
+        (Cancel(), 0.0, "body"),
+        (nn.Identity(), 0.0, ""),
         (nn.Identity(), math.nan, ""),  # bad weights are not blamed on precision
     ):
         net = policy.prepare(Classifier(body))
@@ -382,14 +389,17 @@ Y = torch.zeros(16, dtype=torch.long)
 
 
 @both_devices
-@pytest.mark.parametrize("name, gives, inputs, labels, loss, share", [
-    ("fp16", "rows", X, Y, None, 0.25),
-    ("O2", "rows", X, Y, None, 0.25),
-    ("fp16", "mapping", {"images": X, "labels": Y}, None, None, 1.0),  # a mean is one number
-    ("fp16", "pair", X, Y, None, 1.0),
-    ("fp16", "logits", X, Y, nn.CrossEntropyLoss(reduction="none"), 0.25),
-    ("fp16", "logits", {"images": X}, Y, F.cross_entropy, 1.0),
-])
+@pytest.mark.parametrize(
+    "name, gives, inputs, labels, loss, share",
+    [
+        ("fp16", "rows", X, Y, None, 0.25),
+        ("O2", "rows", X, Y, None, 0.25),
+        ("fp16", "mapping", {"images": X, "labels": Y}, None, None, 1.0),  # a mean is one number
+        ("fp16", "pair", X, Y, None, 1.0),
+        ("fp16", "logits", X, Y, nn.CrossEntropyLoss(reduction="none"), 0.25),
+        ("fp16", "logits", {"images": X}, Y, F.cross_entropy, 1.0),
+    ],
+)
 def test_the_layer_where_half_and_fp32_part_is_named_whatever_batches_and_outputs_look_like(
     device, name, gives, inputs, labels, loss, share
 ):

@@ -20,8 +20,14 @@ from trainer.record import Run
 def trained(graphed, dtype, device="cuda", steps=12, poisoned=8):
     """All state of a small network and of what trains it, and the verdicts; one batch has a NaN."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.1),
-                        nn.Flatten(), nn.Linear(288, 10)).to(device)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(288, 10),
+    ).to(device)
     muon = Muon([net[0].weight], lr=1e-2)
     adamw = ClippedAdamW(param_groups(net, skip=[net[0].weight]), lr=1e-2, clip=None)
     optimizers = [muon, adamw]
@@ -70,7 +76,9 @@ def test_on_cuda_a_graph_trains_and_rejects_bit_for_bit_like_the_step_it_recorde
 @needs_cuda
 def test_on_cuda_a_step_that_asks_the_device_is_refused_with_advice(tmp_path):
     """In a process of its own: a recording that failed leaves CUDA's state behind."""
-    asks = script(tmp_path, """
+    asks = script(
+        tmp_path,
+        """
 import torch, train
 from models import RECIPE
 class Asks(torch.nn.Sequential):
@@ -79,7 +87,8 @@ class Asks(torch.nn.Sequential):
 build = lambda names, *_: Asks(torch.nn.Flatten(), torch.nn.Linear(3072, len(names)))
 train.MODELS["asks"] = build, RECIPE
 raise SystemExit(train.main(sys.argv[1:]))
-""")
+""",
+    )
     flags = ["--model=asks", "--dataset=synthetic", "--max-steps=12", "--cuda-graph"]
     code, _, err = run_script([asks, *flags], tmp_path)
     assert code == 1 and "reads from the device" in err and "--no-cuda-graph" in err
@@ -99,8 +108,7 @@ class Growing(nn.Module):
 
 
 @needs_cuda
-def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(
-        run, model, monkeypatch):
+def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(run, model, monkeypatch):
     recorded = []
     record = graphs.StepGraph._record
 
@@ -109,10 +117,23 @@ def test_on_cuda_a_run_heals_itself_out_of_a_graph_and_goes_on_in_another(
         record(self, *batch)
 
     monkeypatch.setattr(graphs.StepGraph, "_record", watched)
-    model("grows", lambda classes: nn.Sequential(
-        nn.Flatten(), nn.Linear(3072, 32), Growing(), nn.Linear(32, classes)))
-    code, last, _, _ = run("--model", "grows", "--device", "cuda", "--precision", "fp16",
-                           "--cuda-graph", "--max-steps", 120)
+    model(
+        "grows",
+        lambda classes: nn.Sequential(
+            nn.Flatten(), nn.Linear(3072, 32), Growing(), nn.Linear(32, classes)
+        ),
+    )
+    code, last, _, _ = run(
+        "--model",
+        "grows",
+        "--device",
+        "cuda",
+        "--precision",
+        "fp16",
+        "--cuda-graph",
+        "--max-steps",
+        120,
+    )
     assert (code, last["status"], last["healed"]) == (0, "done", ["2"])
     assert len(recorded) == 2 and last["skipped"] < 20
 
@@ -172,16 +193,21 @@ def test_a_network_is_compiled_where_that_pays_and_works(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic: ("compiled", net, dynamic))
     choose = graphs.compile_if_it_pays
     few = graphs.PAYS_AFTER - 1
-    assert choose(net, few, tried.append) == (net, "not compiled: it pays from 12,000 steps a "
-                                                   "shape on") and not tried
+    assert (
+        choose(net, few, tried.append)
+        == (net, "not compiled: it pays from 12,000 steps a shape on")
+        and not tried
+    )
     assert choose(net, few + 1, tried.append) == (("compiled", net, False), "compiled")
     assert tried == [("compiled", net, False)]
     broken, why = choose(net, few + 1, lambda net: net.absent)
     assert broken is net and why.startswith("not compiled: AttributeError")
 
 
-@pytest.mark.parametrize("flag, steps, compiled", [
-    ("auto", 24_000, True), ("auto", 23_999, False), ("on", 1, True), ("off", 24_000, False)])
+@pytest.mark.parametrize(
+    "flag, steps, compiled",
+    [("auto", 24_000, True), ("auto", 23_999, False), ("on", 1, True), ("off", 24_000, False)],
+)
 def test_compile_auto_is_for_long_runs_with_a_graph(monkeypatch, flag, steps, compiled):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic: "compiled")
     monkeypatch.setattr(train.prepare.plan, "seconds_of", lambda *_: 0.01)

@@ -158,10 +158,13 @@ def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_fla
     buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(dtypes)}
     whole = torch.arange(64.0).view(8, 8)
     buffers |= {
-        "number": torch.tensor(3.0), "empty": whole[:0], "every_other": whole[:, ::2],
+        "number": torch.tensor(3.0),
+        "empty": whole[:0],
+        "every_other": whole[:, ::2],
         "last": torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "mask": torch.full((4, 4), -math.inf).triu(1), "one": torch.ones(1).expand(5),
-    }  # fmt: skip
+        "mask": torch.full((4, 4), -math.inf).triu(1),
+        "one": torch.ones(1).expand(5),
+    }
     net = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         net.register_buffer(name, buffer)
@@ -307,12 +310,16 @@ def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, co
     assert sum(told) == (opens or kind is Growing)
 
 
-@pytest.mark.parametrize("make", [
-    lambda net: torch.optim.SGD(net.parameters(), 0.1),
-    lambda net: torch.optim.AdamW(net.parameters(), fused=True),
-    lambda net: ClippedAdamW(net.parameters()),
-    lambda net: Muon([net.weight]),
-], ids=["SGD", "AdamW", "ClippedAdamW", "Muon"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: torch.optim.SGD(net.parameters(), 0.1),
+        lambda net: torch.optim.AdamW(net.parameters(), fused=True),
+        lambda net: ClippedAdamW(net.parameters()),
+        lambda net: Muon([net.weight]),
+    ],
+    ids=["SGD", "AdamW", "ClippedAdamW", "Muon"],
+)
 @pytest.mark.parametrize("scaled", [None, torch.amp.GradScaler, LossScaler])
 def test_of_two_optimizers_the_one_with_gradients_moves_and_none_when_bad(make, scaled, recwarn):
     nets = [nn.Linear(4, 4), nn.Linear(4, 4)]

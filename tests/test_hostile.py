@@ -19,9 +19,11 @@ ESCAPES = "x\x1b]0;owned\x07\x1b[2J\u202e"
 def written(image_folder, tmp_path_factory):
     """Loads "last" or "bad_step" of a run: last.pt, a capsule."""
     folder = tmp_path_factory.mktemp("written") / "run"
-    words = (f"--model cifarnet-tiny --dataset cifar10 --data-dir {image_folder} --batch-size 40 "
-             f"--max-steps 4 --precision fp32 --device cpu --inject nan:input@step=2 --log-every 1 "
-             f"--out-dir {folder}")
+    words = (
+        f"--model cifarnet-tiny --dataset cifar10 --data-dir {image_folder} --batch-size 40 "
+        f"--max-steps 4 --precision fp32 --device cpu --inject nan:input@step=2 --log-every 1 "
+        f"--out-dir {folder}"
+    )
     assert train.main(words.split()) == 0
     return lambda name: checkpoint.load(next(folder.glob(f"{name}*.pt")))
 
@@ -56,13 +58,17 @@ HOSTILE = {  # name: (file, edit)
     "trouble looked at for ever": ("last", put("healing", "hunt_until", 10**15)),
     "trouble passed over for ever": ("last", put("healing", "examined_until", 10**15)),
     "200,000 cures": ("last", put("healing", "cures", lambda: ["not reproducible"] * 200_000)),
-    "a verdict's name": ("last", put("guard", "pending", lambda: [
-        4, [0.0] * 45, ["loss", "grad_norm", ESCAPES]])),
+    "a verdict's name": (
+        "last",
+        put("guard", "pending", lambda: [4, [0.0] * 45, ["loss", "grad_norm", ESCAPES]]),
+    ),
     "no indices": ("bad_step", put("record", "indices", [])),
     "short indices": ("bad_step", put("record", "indices", [[1]])),
     "no batch": ("bad_step", lambda state: state["record"].update(batches=[], indices=[])),
-    "an empty image": ("bad_step", put("record", "batches", lambda: [
-        (torch.ones(1, 3, 0, 0), torch.zeros(1).long())])),
+    "an empty image": (
+        "bad_step",
+        put("record", "batches", lambda: [(torch.ones(1, 3, 0, 0), torch.zeros(1).long())]),
+    ),
     "200,000 classes": ("bad_step", put("class_names", lambda: [str(i) for i in range(200_000)])),
     "another number of classes": ("bad_step", put("num_classes", 9)),
     "a capsule's identity": ("bad_step", put("state", "identity", "model", ESCAPES)),

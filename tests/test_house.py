@@ -9,8 +9,10 @@ import pytest
 from helpers import HIDDEN, ROOT, run_script
 
 COPIED = [  # carried away one by one
-    *(ROOT / f"{name}.py" for name in ("amp_policy", "fp32", "guards", "optim", "checkpoint",
-                                       "ranks", "report")),
+    *(
+        ROOT / f"{name}.py"
+        for name in ("amp_policy", "fp32", "guards", "optim", "checkpoint", "ranks", "report")
+    ),
     *(ROOT / "extras" / f"{name}.py" for name in ("muon", "ema", "graphs")),
     *(path for name in ("inject", "probes") for path in ROOT.glob(f"rescue/{name}.py")),
     *(ROOT / "data" / f"{name}.py" for name in ("decode", "decoded_cache")),
@@ -18,12 +20,15 @@ COPIED = [  # carried away one by one
 ]
 AT_NEED = {
     "report.py": {"matplotlib", "numpy", "PIL", "tensorboard"},
-    "decode.py": {"PIL"}, "decoded_cache.py": {"PIL"},
+    "decode.py": {"PIL"},
+    "decoded_cache.py": {"PIL"},
 }
 FOLDERS = ("autopsy", "rescue", "trainer", "extras", "models", "data")
-OURS = [path for path in ROOT.glob("**/*.py")
-        if path.relative_to(ROOT).parts[0] in FOLDERS
-        or path.parent == ROOT]
+OURS = [
+    path
+    for path in ROOT.glob("**/*.py")
+    if path.relative_to(ROOT).parts[0] in FOLDERS or path.parent == ROOT
+]
 
 
 def imported(path):
@@ -65,8 +70,12 @@ def test_nobody_imports_what_is_only_run():
 
 def test_a_planted_sibling_import_is_seen(tmp_path):
     planted = tmp_path / "planted.py"
-    for line in ("import guards", "from optim import EMA", "from . import optim",
-                 "def f():\n    import data.batches"):
+    for line in (
+        "import guards",
+        "from optim import EMA",
+        "from . import optim",
+        "def f():\n    import data.batches",
+    ):
         planted.write_text(f"import torch\n{line}\n")
         assert strangers(planted, {"torch"}), line
 

@@ -38,10 +38,16 @@ def as_pillow(path):
 # --- One file
 
 
-@pytest.mark.parametrize("name, mode", [
-    ("a.jpg", "RGB"), ("grey.png", "L"), ("cmyk.jpg", "CMYK"), ("palette.gif", "P"),
-    ("ünïcödé\n猫.png", "RGBA"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        ("a.jpg", "RGB"),
+        ("grey.png", "L"),
+        ("cmyk.jpg", "CMYK"),
+        ("palette.gif", "P"),
+        ("ünïcödé\n猫.png", "RGBA"),
+    ],
+)
 def test_what_is_decodable_becomes_the_rgb_that_pillow_makes_of_it(tmp_path, name, mode):
     PICTURE.convert(mode).save(tmp_path / name)
     assert torch.equal(rgb(tmp_path / name), as_pillow(tmp_path / name))
@@ -149,10 +155,14 @@ def test_exif_turns_the_picture_as_a_viewer_would(tmp_path, kind):
     assert torch.equal(rgb(path), as_pillow(path).rot90(turns, (1, 2)))
 
 
-@pytest.mark.parametrize("width, height, detail, largest", [
-    (24, 24, 24, 2),  # noise
-    (1200, 800, 5, 12), (1, 500, 1, 0),  # soft shapes, as JPEG, which is halved before
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "width, height, detail, largest",
+    [
+        (24, 24, 24, 2),  # noise
+        (1200, 800, 5, 12),
+        (1, 500, 1, 0),  # soft shapes, as JPEG, which is halved before
+    ],
+)
 def test_resizing_and_cropping_agree_with_torchvision(tmp_path, width, height, detail, largest):
     noise = torch.Generator().manual_seed(1)
     image = torch.randint(0, 256, (3, detail, detail), generator=noise, dtype=torch.uint8)
@@ -164,12 +174,18 @@ def test_resizing_and_cropping_agree_with_torchvision(tmp_path, width, height, d
     assert gap.max() <= largest and gap.float().mean() < 1.5
 
 
-@pytest.mark.parametrize("name, size, most", [
-    ("huge.jpg", (12_000, 9_000), 60), ("huge.png", (6_000, 6_000), 200),
-])
+@pytest.mark.parametrize(
+    "name, size, most",
+    [
+        ("huge.jpg", (12_000, 9_000), 60),
+        ("huge.png", (6_000, 6_000), 200),
+    ],
+)
 def test_a_hundred_megapixels_take_little_memory(tmp_path, name, size, most):
     Image.new("RGB", size, (200, 100, 50)).save(tmp_path / name)
-    measure = script(tmp_path, """
+    measure = script(
+        tmp_path,
+        """
 import resource
 from data.decode import Crop, decode
 from data.decoded_cache import decode_into
@@ -177,7 +193,8 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert decode_into(None, Crop(64, 64), decode, 0, [sys.argv[1]])[0].error == ""
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 print(grown // (2**20 if sys.platform == "darwin" else 2**10))
-""")
+""",
+    )
     code, megabytes, err = run_script([measure, name], tmp_path)
     assert code == 0 and int(megabytes) < most, f"{megabytes} {err}"
 
@@ -297,11 +314,17 @@ def test_other_files_are_passed_over_and_a_class_may_be_a_link(folder):
         assert colours(read(folder)[0]) == sorted([*EXPECTED, (red, 60, 70, 0)])
 
 
-@pytest.mark.parametrize("link, target", [
-    ("train/cat/circle", "."), ("train/cat/top", "/"), ("train/cat/other", "../dog"),
-    ("val/dog/leak", "../../train/dog"), ("train/cat/missing", "/nowhere"),
-    ("train/missing", "/nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "link, target",
+    [
+        ("train/cat/circle", "."),
+        ("train/cat/top", "/"),
+        ("train/cat/other", "../dog"),
+        ("val/dog/leak", "../../train/dog"),
+        ("train/cat/missing", "/nowhere"),
+        ("train/missing", "/nowhere"),
+    ],
+)
 def test_any_other_link_to_a_folder_is_named_and_not_followed(folder, link, target):
     (folder / link).symlink_to(target)
     train, val = read_with_a_warning(folder, f"{folder / link}: ")
@@ -309,10 +332,13 @@ def test_any_other_link_to_a_folder_is_named_and_not_followed(folder, link, targ
     assert len(val[1]) == 4
 
 
-@pytest.mark.parametrize("place, words", [
-    ("train/cat/x.png", "0 in both splits, 2 with two labels"),
-    ("val/dog/x.png", "1 in both splits, 0 with two labels"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ("train/cat/x.png", "0 in both splits, 2 with two labels"),
+        ("val/dog/x.png", "1 in both splits, 0 with two labels"),
+    ],
+)
 @pytest.mark.parametrize("copy", [os.link, shutil.copy])
 def test_a_file_with_two_labels_or_in_both_splits_is_named(folder, place, words, copy):
     copy(folder / "train/dog/000.png", folder / place)
@@ -340,17 +366,44 @@ def emptied(folder):
         path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage, kind, words", [
-    (lambda f: shutil.rmtree(f / "train"), FileNotFoundError, "should hold train/<class>/"),
-    (lambda f: shutil.rmtree(f / "val"), FileNotFoundError, "val/<class>/ \\(or test/<class>/\\)"),
-    (lambda f: (f / "val/owl").mkdir(), ValueError, "val holds folders .* no classes of .*: owl"),
-    (lambda f: [shutil.rmtree(p) for p in f.glob("*/dog")], ValueError, "train holds one class"),
-    (lambda f: [p.unlink() for p in (f / "val").glob("*/*")], ValueError, "val holds no images"),
-    (lambda f: emptied(f / "train/dog"), ValueError, "train holds no readable image of dog"),
-    (lambda f: (f / "train/Cat").mkdir(), ValueError, "are one class to some file systems: merge"),
-    (lambda f: deep(f / "train/cat"), OSError, "File name too long"),
-    (lambda f: gigabytes(f / "words.txt"), ValueError, "words.txt is too long to hold the names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage, kind, words",
+    [
+        (lambda f: shutil.rmtree(f / "train"), FileNotFoundError, "should hold train/<class>/"),
+        (
+            lambda f: shutil.rmtree(f / "val"),
+            FileNotFoundError,
+            "val/<class>/ \\(or test/<class>/\\)",
+        ),
+        (
+            lambda f: (f / "val/owl").mkdir(),
+            ValueError,
+            "val holds folders .* no classes of .*: owl",
+        ),
+        (
+            lambda f: [shutil.rmtree(p) for p in f.glob("*/dog")],
+            ValueError,
+            "train holds one class",
+        ),
+        (
+            lambda f: [p.unlink() for p in (f / "val").glob("*/*")],
+            ValueError,
+            "val holds no images",
+        ),
+        (lambda f: emptied(f / "train/dog"), ValueError, "train holds no readable image of dog"),
+        (
+            lambda f: (f / "train/Cat").mkdir(),
+            ValueError,
+            "are one class to some file systems: merge",
+        ),
+        (lambda f: deep(f / "train/cat"), OSError, "File name too long"),
+        (
+            lambda f: gigabytes(f / "words.txt"),
+            ValueError,
+            "words.txt is too long to hold the names",
+        ),
+    ],
+)
 def test_a_folder_that_makes_no_sense_is_refused_in_a_sentence(folder, damage, kind, words):
     damage(folder)
     with pytest.raises(kind, match=words):
@@ -387,8 +440,16 @@ def test_what_is_unusual_is_counted_in_a_line_and_a_class_without_validation_is_
         assert "val holds no readable image of dog" in warnings[-1]
 
 
-FOREIGN = ("@eaDir", "#recycle", "$RECYCLE.BIN", "__MACOSX", ".thumbnails", ".ipynb_checkpoints",
-           "System Volume Information", "lost+found")
+FOREIGN = (
+    "@eaDir",
+    "#recycle",
+    "$RECYCLE.BIN",
+    "__MACOSX",
+    ".thumbnails",
+    ".ipynb_checkpoints",
+    "System Volume Information",
+    "lost+found",
+)
 
 
 @pytest.mark.parametrize("name", [*FOREIGN, "old run", "runs/a"])
@@ -414,9 +475,15 @@ def test_a_class_with_such_a_name_is_a_class(folder, name):
     assert read(folder)[2] == sorted([name, "dog"])
 
 
-@pytest.mark.parametrize("train, val", [
-    ("Train", "Val"), ("training", "validation"), ("TRAIN", "valid"), ("train", "Testing"),
-])
+@pytest.mark.parametrize(
+    "train, val",
+    [
+        ("Train", "Val"),
+        ("training", "validation"),
+        ("TRAIN", "valid"),
+        ("train", "Testing"),
+    ],
+)
 def test_splits_have_several_names(folder, train, val):
     (folder / "train").rename(folder / train)
     (folder / "val").rename(folder / val)
@@ -449,11 +516,14 @@ def wrapped(name):
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
-@pytest.mark.parametrize("change, words", [
-    (flat, "is a flat folder of 24 pictures"),
-    (wrapped("dataset"), "dataset has a split: pass --data-dir .*/dataset"),
-    (wrapped("archive/dataset"), "dataset has a split: pass --data-dir .*/archive/dataset"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (flat, "is a flat folder of 24 pictures"),
+        (wrapped("dataset"), "dataset has a split: pass --data-dir .*/dataset"),
+        (wrapped("archive/dataset"), "dataset has a split: pass --data-dir .*/archive/dataset"),
+    ],
+)
 def test_a_folder_that_is_another_one_is_told_what_it_is(folder, change, words, share):
     change(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=words):
@@ -525,16 +595,33 @@ def as_split(folder, *names):
         shutil.copytree(folder / "cat", folder / name / "cat")
 
 
-@pytest.mark.parametrize("share, change, kind, words", [
-    (None, str, FileNotFoundError, "--val-share 0.2"),
-    (0.2, lambda f: as_split(f, "Test", "Val"), imagefolder.WrongShare, "has one: train/ and Val/"),
-    (0.2, lambda f: [as_split(f, "Valid"), shutil.rmtree(f / "train")], FileNotFoundError, "hold"),
-    (0.2, lambda f: (f / "val").mkdir(), imagefolder.WrongShare, "Leave the flag out"),
-    (0.2, lambda f: (f / "notes").mkdir(), ValueError, "no readable image of notes"),
-    (0.2, lambda f: shutil.rmtree(f / "cat"), ValueError, "one class"),
-    (0.9, lambda f: [path.unlink() for path in f.glob("*/*.png") if path.stem != "007"],
-     imagefolder.WrongShare, "2 for training and 0 for validation"),
-])
+@pytest.mark.parametrize(
+    "share, change, kind, words",
+    [
+        (None, str, FileNotFoundError, "--val-share 0.2"),
+        (
+            0.2,
+            lambda f: as_split(f, "Test", "Val"),
+            imagefolder.WrongShare,
+            "has one: train/ and Val/",
+        ),
+        (
+            0.2,
+            lambda f: [as_split(f, "Valid"), shutil.rmtree(f / "train")],
+            FileNotFoundError,
+            "hold",
+        ),
+        (0.2, lambda f: (f / "val").mkdir(), imagefolder.WrongShare, "Leave the flag out"),
+        (0.2, lambda f: (f / "notes").mkdir(), ValueError, "no readable image of notes"),
+        (0.2, lambda f: shutil.rmtree(f / "cat"), ValueError, "one class"),
+        (
+            0.9,
+            lambda f: [path.unlink() for path in f.glob("*/*.png") if path.stem != "007"],
+            imagefolder.WrongShare,
+            "2 for training and 0 for validation",
+        ),
+    ],
+)
 def test_what_cannot_be_split_is_refused(photos, share, change, kind, words):
     change(photos)
     with pytest.raises(kind, match=words):
@@ -570,9 +657,13 @@ def build_elsewhere(folder, log, die):
     read(folder, progress=progress)
 
 
-@pytest.mark.parametrize("die, ends, built", [
-    (False, {0}, ["20", "4"]), (True, {signal.SIGKILL}, ["20"] * 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "die, ends, built",
+    [
+        (False, {0}, ["20", "4"]),
+        (True, {signal.SIGKILL}, ["20"] * 3),
+    ],
+)
 def test_processes_that_start_together_build_once_and_what_a_kill_leaves_is_no_cache(
     folder, tmp_path, die, ends, built
 ):
@@ -699,15 +790,18 @@ def of_one_file_more(path):
     path.write_text(json.dumps(known | {"seen": [*known["seen"], ["", [], ""]]}))
 
 
-@pytest.mark.parametrize("kind, damage", [
-    ("images", lambda path: path.write_bytes(b"cut short")),
-    ("images", with_one_bit),
-    ("images", pipe),
-    ("json", lambda path: path.write_bytes(b"[]")),
-    ("json", lambda path: path.write_text("[" * 10**5)),
-    ("json", of_one_file_more),
-    ("json", pipe),
-])
+@pytest.mark.parametrize(
+    "kind, damage",
+    [
+        ("images", lambda path: path.write_bytes(b"cut short")),
+        ("images", with_one_bit),
+        ("images", pipe),
+        ("json", lambda path: path.write_bytes(b"[]")),
+        ("json", lambda path: path.write_text("[" * 10**5)),
+        ("json", of_one_file_more),
+        ("json", pipe),
+    ],
+)
 def test_a_damaged_cache_is_built_again(folder, decoding, kind, damage):
     read(folder)
     for path in (folder.parent / "cache").glob(f"*.{kind}"):

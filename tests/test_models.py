@@ -98,15 +98,18 @@ def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
 # --- learning and compiling -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, steps, lr, share", [
-    ("cifarnet-tiny", 25, 1e-2, 0.4),
-    ("vit-test", 40, 5e-3, 0.2),
-    ("swin-test", 30, 1e-2, 0.2),
-    ("swin-v2-test", 40, 1e-2, 0.2),
-    ("vmamba-test", 30, 2e-2, 0.2),
-    ("dit-test", 60, 5e-3, 0.7),
-    ("slat_vae-test", 60, 1e-2, 0.6),  # vlm: in its own file
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, steps, lr, share",
+    [
+        ("cifarnet-tiny", 25, 1e-2, 0.4),
+        ("vit-test", 40, 5e-3, 0.2),
+        ("swin-test", 30, 1e-2, 0.2),
+        ("swin-v2-test", 40, 1e-2, 0.2),
+        ("vmamba-test", 30, 2e-2, 0.2),
+        ("dit-test", 60, 5e-3, 0.7),
+        ("slat_vae-test", 60, 1e-2, 0.6),  # vlm: in its own file
+    ],
+)
 def test_the_loss_of_a_few_images_falls_to_a_share_of_what_it_was(name, steps, lr, share):
     net, batch = build(name), pictures(20)
     if name == "cifarnet-tiny":
@@ -147,11 +150,19 @@ def test_a_compiled_model_has_the_same_gradients_and_one_graph_unless_it_scans(n
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, size, millions", [
-    ("cifarnet", 32, 2.0), ("slat_vae", 32, 0.8), ("vlm", 32, 0.4),
-    ("vit-s16", 224, 22.0), ("vmamba-t", 224, 30.2), ("dit-s2", 32, 33.0),  # as published
-    ("slat_vae-b", 32, 2 * 12 * 12 * 768**2 / 1e6), ("nanovlm", 224, 195.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, size, millions",
+    [
+        ("cifarnet", 32, 2.0),
+        ("slat_vae", 32, 0.8),
+        ("vlm", 32, 0.4),
+        ("vit-s16", 224, 22.0),
+        ("vmamba-t", 224, 30.2),
+        ("dit-s2", 32, 33.0),  # as published
+        ("slat_vae-b", 32, 2 * 12 * 12 * 768**2 / 1e6),
+        ("nanovlm", 224, 195.0),
+    ],
+)
 def test_a_preset_has_as_many_parameters_as_it_says(name, size, millions):
     classes = 1000 if name in ("vit-s16", "vmamba-t") else 10
     with torch.device("cpu" if name.startswith("dit") else "meta"):
@@ -173,22 +184,25 @@ def test_a_model_is_built_for_the_size_and_the_colours_of_the_data(name, size, c
         assert len(model.show(images, labels)) in (3, 6)
 
 
-@pytest.mark.parametrize("name, options, sentence", [
-    ("vit-test", dict(patch_size=5), "patch_size 5"),
-    ("vit-test", dict(heads=5), "multiple of heads 5"),
-    ("vit-test", dict(dim=6, heads=1), "multiple of 4"),
-    ("swin-test", dict(window=3), "stage 0, 8 a side, is not a multiple of window 3"),
-    ("swin-test", dict(window=8), "stage 1, 4 a side"),
-    ("swin-test", dict(heads=(1, 3)), "stage 1, 32, is not a multiple of its heads 3"),
-    ("swin-test", dict(heads=(2,)), "2 depths, but 1"),
-    ("swin-test", dict(patch_size=4, image_size=12, window=3), "stage 1 cannot merge"),
-    ("swin-v2-test", dict(fp32_logits=False), "needs version 1"),
-    ("vmamba-test", dict(dims=(8,)), "1 dims for 2 stages"),
-    ("dit-test", dict(fused=("flash",)), "flash"),
-    ("slat_vae-test", dict(heads=3), "multiple of heads 3"),
-    ("vlm-test", dict(vit_heads=3), "do not split into 3 heads"),
-    ("vlm-test", dict(max_length=20), "max_length is 20"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("vit-test", dict(patch_size=5), "patch_size 5"),
+        ("vit-test", dict(heads=5), "multiple of heads 5"),
+        ("vit-test", dict(dim=6, heads=1), "multiple of 4"),
+        ("swin-test", dict(window=3), "stage 0, 8 a side, is not a multiple of window 3"),
+        ("swin-test", dict(window=8), "stage 1, 4 a side"),
+        ("swin-test", dict(heads=(1, 3)), "stage 1, 32, is not a multiple of its heads 3"),
+        ("swin-test", dict(heads=(2,)), "2 depths, but 1"),
+        ("swin-test", dict(patch_size=4, image_size=12, window=3), "stage 1 cannot merge"),
+        ("swin-v2-test", dict(fp32_logits=False), "needs version 1"),
+        ("vmamba-test", dict(dims=(8,)), "1 dims for 2 stages"),
+        ("dit-test", dict(fused=("flash",)), "flash"),
+        ("slat_vae-test", dict(heads=3), "multiple of heads 3"),
+        ("vlm-test", dict(vit_heads=3), "do not split into 3 heads"),
+        ("vlm-test", dict(max_length=20), "max_length is 20"),
+    ],
+)
 def test_sizes_that_cannot_work_are_refused_by_name(name, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         build(name, **options)
@@ -244,16 +258,28 @@ def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
             assert build_net(list("abc"), 32).eval()(torch.randn(2, 3, 28, 28)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("name, free, decayed", [
-    ("vit-test", ["pos", "norm.weight"], "blocks.0.attn.qkv.weight"),
-    ("swin-test", ["stages.0.blocks.0.attn.bias.table"], "stages.0.blocks.0.attn.k.weight"),
-    ("swin-v2-test", ["stages.0.blocks.0.attn.logit_scale",
-                      "stages.0.blocks.0.attn.bias.mlp.2.weight"],
-     "stages.0.blocks.0.attn.k.weight"),
-    ("vmamba-test", ["layers.0.0.op.core.A_logs", "layers.0.0.op.core.Ds",
-                     "layers.0.0.op.core.dt_projs_bias"], "layers.0.0.op.core.x_proj"),
-    ("vlm-test", ["vision.position"], "vision.patch.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, free, decayed",
+    [
+        ("vit-test", ["pos", "norm.weight"], "blocks.0.attn.qkv.weight"),
+        ("swin-test", ["stages.0.blocks.0.attn.bias.table"], "stages.0.blocks.0.attn.k.weight"),
+        (
+            "swin-v2-test",
+            ["stages.0.blocks.0.attn.logit_scale", "stages.0.blocks.0.attn.bias.mlp.2.weight"],
+            "stages.0.blocks.0.attn.k.weight",
+        ),
+        (
+            "vmamba-test",
+            [
+                "layers.0.0.op.core.A_logs",
+                "layers.0.0.op.core.Ds",
+                "layers.0.0.op.core.dt_projs_bias",
+            ],
+            "layers.0.0.op.core.x_proj",
+        ),
+        ("vlm-test", ["vision.position"], "vision.patch.weight"),
+    ],
+)
 def test_what_weight_decay_would_harm_is_free_of_it(name, free, decayed):
     net = build(name)
     decay = {
@@ -264,8 +290,9 @@ def test_what_weight_decay_would_harm_is_free_of_it(name, free, decayed):
     assert decay[id(parameters[decayed])] > 0
 
 
-@pytest.mark.parametrize("name, rising", [
-    ("swin-test", [0, 0.1, 0.2, 0.3]), ("vmamba-test", [0, 0.3])])
+@pytest.mark.parametrize(
+    "name, rising", [("swin-test", [0, 0.1, 0.2, 0.3]), ("vmamba-test", [0, 0.3])]
+)
 def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
     net, (x, _) = build(name), pictures(4)
     before, evaluated = net.train()(x), net.eval()(x)

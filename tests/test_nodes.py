@@ -20,8 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from trainer.record import End, Run
 
-LINE = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 40 --log-every 1 "
-        "--ckpt-every 4 --precision fp32 --device cpu --resume auto")
+LINE = (
+    "--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 40 --log-every 1 "
+    "--ckpt-every 4 --precision fp32 --device cpu --resume auto"
+)
 
 
 class Node:
@@ -34,8 +36,11 @@ class Node:
         with open(self.log, "a") as log:
             self.agent = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *launch, *train],
-                cwd=where, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                cwd=where,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     def lose(self):
         """The machine is gone: the agent and its worker."""
@@ -50,8 +55,14 @@ class Node:
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torchrun's workers in /proc")
 def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_folder, tmp_path):
     meeting = f"--rdzv-endpoint=localhost:{free_port()}"
-    launch = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1", meeting,
-              "--local-addr=localhost")
+    launch = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=1",
+        meeting,
+        "--local-addr=localhost",
+    )
     nodes = [Node(tmp_path / name, image_folder, tmp_path / "shared", *launch) for name in "ab"]
     metrics, deadline = tmp_path / "shared/metrics.jsonl", time.time() + 240
     while not (metrics.exists() and '"step": 13,' in metrics.read_text()):
@@ -59,8 +70,9 @@ def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_fo
         time.sleep(0.05)
     for node in nodes:
         node.lose()
-    alone = Node(tmp_path / "c", image_folder, tmp_path / "shared", "--standalone",
-                 "--nproc-per-node=2")
+    alone = Node(
+        tmp_path / "c", image_folder, tmp_path / "shared", "--standalone", "--nproc-per-node=2"
+    )
     script = [ROOT / "train.py", *LINE.split(), "--data-dir", image_folder]
     whole = run_ranks([*script, "--out-dir", tmp_path / "whole"], tmp_path)
     assert [code for code, _, _ in whole] == [0, 0]
@@ -69,14 +81,18 @@ def test_a_run_on_two_nodes_that_are_lost_goes_on_elsewhere_bit_for_bit(image_fo
     assert len(last) == 1 and json.loads(last[0])["updates"] == 40
     step = re.search(r"resumed from .* after step (\d+)", alone.log.read_text())[1]
     assert 12 <= int(step) < 40, "else the kill came too late to show anything"
-    ends = [torch.load(tmp_path / folder / "last.pt", weights_only=True)["model"]
-            for folder in ("shared", "whole")]
+    ends = [
+        torch.load(tmp_path / folder / "last.pt", weights_only=True)["model"]
+        for folder in ("shared", "whole")
+    ]
     assert same(*ends)
 
 
 @pytest.mark.parametrize("kind", ["sleeps", "is stopped"])
 def test_a_rank_that_does_not_come_is_named_before_the_time_out_ends_the_run(tmp_path, kind):
-    waits = script(tmp_path, f"""
+    waits = script(
+        tmp_path,
+        f"""
 import os, signal, subprocess, time
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -95,7 +111,8 @@ for step in range(3):
         subprocess.Popen(["sh", "-c", wake])
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
-""")
+""",
+    )
     first, second = run_ranks([waits], tmp_path)
     assert first[0] and "Timed out" in first[2], first[2]
     assert "rank 0 waits in step 2, and the time-out is near: rank 1 is missing" in first[2]
@@ -104,7 +121,9 @@ for step in range(3):
 
 def test_memory_that_ends_while_ranks_average_is_survived_after_any_accumulation(tmp_path):
     """A gradient is then a view of what is sent, whose version counts other gradients, too."""
-    ends = script(tmp_path, """
+    ends = script(
+        tmp_path,
+        """
 import torch
 from torch import nn
 import ranks
@@ -133,7 +152,8 @@ for accum in range(1, 9):
         ranks.backward(ddp(torch.ones(2, 3)), ddp, lambda: vetoed.append(1))
         assert len(vetoed) == ends
         net.zero_grad()
-""")
+""",
+    )
     for code, _, error in run_ranks([ends], tmp_path):
         assert code == 0, error
 

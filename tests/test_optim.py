@@ -100,9 +100,12 @@ def everything(params, optimizer, schedule):
 
 
 FAULTS = [  # a number in the gradient, found_inf, grad_scale
-    (math.nan, 0.0, 1.0), (math.inf, 0.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 0.0),
+    (math.nan, 0.0, 1.0),
+    (math.inf, 0.0, 1.0),
+    (1.0, 1.0, 1.0),
+    (1.0, 0.0, 0.0),
     (1e20, 0.0, 1.0),  # its square overflows
-]  # fmt: skip
+]
 
 
 @both_devices
@@ -247,8 +250,15 @@ class Scan(nn.Module):
 
 
 def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
-    net = nn.ModuleDict({"embed": nn.Embedding(9, 4), "block": Scan(), "conv": nn.Conv2d(3, 4, 3),
-                         "frozen": nn.Linear(2, 2).requires_grad_(False), "head": nn.Linear(4, 2)})
+    net = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(9, 4),
+            "block": Scan(),
+            "conv": nn.Conv2d(3, 4, 3),
+            "frozen": nn.Linear(2, 2).requires_grad_(False),
+            "head": nn.Linear(4, 2),
+        }
+    )
     groups = param_groups(net, 0.1, ["head.w*"], {"block.*": 0.5}, skip=[net["conv"].weight])
     names = {p: name for name, p in net.named_parameters()}
     split = {(g["weight_decay"], g["lr_scale"]): {names[p] for p in g["params"]} for g in groups}
@@ -279,8 +289,17 @@ def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
 
 
 @pytest.mark.parametrize("variant", ["fp32", "bf16 masters", "half state"])
-@pytest.mark.parametrize("form", [int, float, torch.Tensor.long, torch.Tensor.half,
-                                  torch.Tensor.bfloat16, lambda t: t.reshape(1)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        int,
+        float,
+        torch.Tensor.long,
+        torch.Tensor.half,
+        torch.Tensor.bfloat16,
+        lambda t: t.reshape(1),
+    ],
+)
 def test_a_step_counter_of_any_form_counts_on_in_fp32(form, variant):
     params, optimizer, _ = build(variant)
     set_grads(params, 0)
@@ -324,8 +343,9 @@ def test_gradscaler_steps_it_as_grad_scale_does_and_skips_what_overflows(variant
     assert same(snapshot(params, ours), snapshot(others, theirs))
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"maximize": True}, {"fused": False}, {"foreach": False}, {"capturable": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True}, {"fused": False}, {"foreach": False}, {"capturable": True}]
+)
 def test_beside_torchs_adamw_it_obeys_a_scheduler_and_every_option_but_the_kernel(options):
     runs = []
     kernel = {"fused": True, "foreach": None}
@@ -347,14 +367,17 @@ def test_beside_torchs_adamw_it_obeys_a_scheduler_and_every_option_but_the_kerne
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype, options, words", [
-    (torch.float16, {}, "eps=1e-08 is exactly 0"),
-    (torch.bfloat16, {}, "never decays with beta2=0.999"),
-    (torch.bfloat16, {"betas": (0.9, 0.99)}, "lose small updates"),
-    (torch.float32, {"eps": 0.0}, "eps=0 is exactly 0"),
-    (torch.float32, {"lr": -1.0}, "learning rate"),
-    (torch.float32, {"clip": math.nan}, "above 0"),
-])
+@pytest.mark.parametrize(
+    "dtype, options, words",
+    [
+        (torch.float16, {}, "eps=1e-08 is exactly 0"),
+        (torch.bfloat16, {}, "never decays with beta2=0.999"),
+        (torch.bfloat16, {"betas": (0.9, 0.99)}, "lose small updates"),
+        (torch.float32, {"eps": 0.0}, "eps=0 is exactly 0"),
+        (torch.float32, {"lr": -1.0}, "learning rate"),
+        (torch.float32, {"clip": math.nan}, "above 0"),
+    ],
+)
 def test_the_traps_are_refused_in_one_sentence(dtype, options, words):
     params = make_params(dtype)
     set_grads(params, 0)
@@ -506,8 +529,10 @@ def test_a_share_of_the_parameters_is_refused_and_the_way_that_is_named_works(tm
     ranks_agree(tmp_path, SHARED)
 
 
-@pytest.mark.parametrize("make", [
-    lambda net: ClippedAdamW(net.parameters(), 1e-2), lambda net: Muon([net.weight, net.other])])
+@pytest.mark.parametrize(
+    "make",
+    [lambda net: ClippedAdamW(net.parameters(), 1e-2), lambda net: Muon([net.weight, net.other])],
+)
 def test_a_state_whose_parameters_have_names_is_loaded_whole(make):
     """torch.distributed.checkpoint's, with one process too."""
     runs = []
@@ -561,12 +586,15 @@ def test_the_first_skipped_step_and_ten_in_a_row_are_said_and_nothing_under_a_gu
     assert [*said.values()] == [2, 16] and "10 in a row" in [*said][1]
 
 
-@pytest.mark.parametrize("make, dtype, most", [
-    (partial(ClippedAdamW, clip=None), torch.float32, 5),
-    (partial(ClippedAdamW, clip=1.0), torch.float32, 14),
-    (partial(ClippedAdamW, clip=None), torch.bfloat16, 7),
-    (partial(Muon, ns_steps=3), torch.float32, 40),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, dtype, most",
+    [
+        (partial(ClippedAdamW, clip=None), torch.float32, 5),
+        (partial(ClippedAdamW, clip=1.0), torch.float32, 14),
+        (partial(ClippedAdamW, clip=None), torch.bfloat16, 7),
+        (partial(Muon, ns_steps=3), torch.float32, 40),
+    ],
+)
 def test_a_step_costs_few_operations_however_many_tensors(make, dtype, most):
     counts = []
     for number in (2, 50):
@@ -584,6 +612,7 @@ def test_a_step_costs_few_operations_however_many_tensors(make, dtype, most):
 
 
 # --- Muon
+
 
 def test_muon_turns_each_matrix_towards_torchs_direction_and_keeps_its_norm():
     params, optimizer, schedule = build("Muon")

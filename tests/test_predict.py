@@ -50,7 +50,8 @@ def test_the_loss_of_the_predictions_is_the_validations_and_ten_lines_say_the_sa
     with Image.open(paths[77]) as image:
         image.save(run.folder / "on its side.jpg", exif=turned)
         image.convert("L").convert("I;16").point(lambda value: value * 16).save(
-            run.folder / "12 bits.png")
+            run.folder / "12 bits.png"
+        )
     for path in (paths[77], run.folder / "on its side.jpg", run.folder / "12 bits.png"):
         (answer,) = predict.predict(net, known, [str(path)])
         best = max(answer, key=answer.get)
@@ -71,9 +72,15 @@ def folder(tmp_path):
     net = build("cifarnet-tiny", ["a", "b", "c"], 32, 3)
     torch.save(net.state_dict(), tmp_path / "best.pt")
     facts = {
-        "model": "cifarnet-tiny", "classes": ["a", "b", "c"], "regression": False, "channels": 3,
-        "resize": 36, "image_size": 32, "mean": [120.0] * 3, "std": [60.0] * 3,
-    }  # fmt: skip
+        "model": "cifarnet-tiny",
+        "classes": ["a", "b", "c"],
+        "regression": False,
+        "channels": 3,
+        "resize": 36,
+        "image_size": 32,
+        "mean": [120.0] * 3,
+        "std": [60.0] * 3,
+    }
     (tmp_path / "model.json").write_text(json.dumps(facts))
     Image.new("RGB", (50, 40), "red").save(tmp_path / "red.png")
     return tmp_path
@@ -127,8 +134,19 @@ def to_zero(path):
 
 
 FAULTS = {
-    **{f"no {key}": (facts(**{key: None}), key) for key in (
-        "model", "classes", "regression", "channels", "resize", "image_size", "mean", "std")},
+    **{
+        f"no {key}": (facts(**{key: None}), key)
+        for key in (
+            "model",
+            "classes",
+            "regression",
+            "channels",
+            "resize",
+            "image_size",
+            "mean",
+            "std",
+        )
+    },
     "one mean": (facts(mean=[120.0]), "mean should be"),
     "deviations of 0..1": (facts(std=[0.2] * 3), "std should be"),
     "nan as mean": (facts(mean=[math.nan, 1.0, 1.0]), "mean should be"),
@@ -148,9 +166,11 @@ FAULTS = {
     "a list": (text("[]"), "describes no model"),
     "nested": (text("[" * 10**5), "damaged"),
     "long": (text(" " * 2**25), "too long"),
-    **{f"{name} {kind}": (instead(name, make), "not a regular file")
-       for name in ("model.json", "best.pt")
-       for kind, make in (("pipe", os.mkfifo), ("endless", to_zero))},
+    **{
+        f"{name} {kind}": (instead(name, make), "not a regular file")
+        for name in ("model.json", "best.pt")
+        for kind, make in (("pipe", os.mkfifo), ("endless", to_zero))
+    },
     "no weights": (("best.pt", Path.unlink), "No such file"),
     "half the weights": (("best.pt", lambda path: os.truncate(path, 9000)), "damaged"),
     "nan": (weights(with_nan), "non-finite in groups.0.norm1.running_var"),
@@ -158,7 +178,7 @@ FAULTS = {
     "complex": (weights(of_each(lambda t: t * (1 + 0j))), "dtype"),
     "a list of weights": (weights(lambda state: [*state.values()]), "does not hold"),
     "one more": (weights(lambda state: state | {7: 3}), "7"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -218,7 +238,8 @@ def test_a_folder_is_read_in_order_in_batches_and_as_json(folder, said, monkeypa
     assert chances == sorted(chances, reverse=True) and len(chances) == 2
     (folder / "empty").mkdir()
     assert said(folder, folder / "empty")[2] == [
-        f"predict.py: {folder / 'empty'}: no image is in this folder"]
+        f"predict.py: {folder / 'empty'}: no image is in this folder"
+    ]
 
 
 def test_the_lines_of_the_page_export_a_network_that_computes_the_same(folder):

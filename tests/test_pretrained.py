@@ -32,10 +32,16 @@ FORMS = {
     "best.pt": lambda folder: None,
     "last.pt": lambda folder: shutil.copy(folder / "last.pt", folder / "best.pt"),
     "old": lambda folder: rewrite(folder / "best.pt", dict, _use_new_zipfile_serialization=False),
-    "wrapped": lambda folder: rewrite(folder / "best.pt", lambda state: {
-        "epoch": 3, "state_dict": {
-            f"module.{name}": t.half() if t.ndim else t for name, t in state.items()}}),
-}  # fmt: skip
+    "wrapped": lambda folder: rewrite(
+        folder / "best.pt",
+        lambda state: {
+            "epoch": 3,
+            "state_dict": {
+                f"module.{name}": t.half() if t.ndim else t for name, t in state.items()
+            },
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,14 +67,20 @@ def other_classes(folder):
 
 def fewer_classes(folder):
     other_classes(folder)
-    rewrite(folder / "best.pt", lambda state: state | {
-        name: t[:7] for name, t in state.items() if name.startswith("head.")})
+    rewrite(
+        folder / "best.pt",
+        lambda state: (
+            state | {name: t[:7] for name, t in state.items() if name.startswith("head.")}
+        ),
+    )
 
 
 def no_facts(folder):
     (folder / "model.json").unlink()
-    rewrite(folder / "best.pt", lambda state: {
-        name: t for name, t in state.items() if not name.startswith("head.")})
+    rewrite(
+        folder / "best.pt",
+        lambda state: {name: t for name, t in state.items() if not name.startswith("head.")},
+    )
 
 
 @pytest.mark.parametrize("change", [other_classes, fewer_classes, no_facts])
@@ -89,8 +101,9 @@ def test_a_head_for_other_classes_is_new_and_fitted_before_the_first_step(
 
 
 def test_the_fitted_head_separates_what_its_features_separate():
-    net = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
-                              torch.nn.Linear(3, 3))  # fmt: skip
+    net = torch.nn.Sequential(
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 3)
+    )
     labels = torch.arange(60) % 3
     images = torch.randint(0, 60, (60, 3, 12, 12), dtype=torch.uint8)
     images[range(60), labels] += 100
@@ -102,16 +115,22 @@ def test_the_fitted_head_separates_what_its_features_separate():
 
 
 REFUSED = {
-    "nothing fits": (lambda state: {"a.weight": torch.ones(3), "b": torch.ones(2)},
-                     ["is not for cifarnet-tiny: 0 of its 2 tensors fit", "a.weight, b"]),
-    "a norm": (lambda state: {name: t for name, t in state.items() if "groups.0.norm1" in name},
-               ["is not for cifarnet-tiny: 5 of its 5 tensors"]),
-    "non-finite": (lambda state: state | {"head.weight": state["head.weight"] * torch.nan},
-                   ["non-finite in head.weight"]),
+    "nothing fits": (
+        lambda state: {"a.weight": torch.ones(3), "b": torch.ones(2)},
+        ["is not for cifarnet-tiny: 0 of its 2 tensors fit", "a.weight, b"],
+    ),
+    "a norm": (
+        lambda state: {name: t for name, t in state.items() if "groups.0.norm1" in name},
+        ["is not for cifarnet-tiny: 5 of its 5 tensors"],
+    ),
+    "non-finite": (
+        lambda state: state | {"head.weight": state["head.weight"] * torch.nan},
+        ["non-finite in head.weight"],
+    ),
     "no names": (lambda state: [*state.values()], ["no tensors with names"]),
     "code": (lambda state: pytest, ["best.pt is refused", "was not run"]),
     "numbers": (lambda state: {"lr": 3}, ["no tensors with names"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", REFUSED)
@@ -125,18 +144,25 @@ def test_a_file_that_cannot_begin_a_run_is_refused(run, learnt, fault):
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("path, words", [
-    ("/nowhere.pt", "/nowhere.pt"), ("pretrained", "no weights for cifarnet-tiny"),
-    ("/dev/zero", "not a regular file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/nowhere.pt", "/nowhere.pt"),
+        ("pretrained", "no weights for cifarnet-tiny"),
+        ("/dev/zero", "not a regular file"),
+    ],
+)
 def test_a_file_that_is_not_there_is_refused(run, path, words):
     refused(run("--init", path), words)
 
 
 def test_pretrained_takes_torchvisions_weights_or_says_that_there_is_no_network(run, monkeypatch):
     theirs = torchvision.models.resnet18().state_dict()
-    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict",
-                        lambda self, **how: theirs if how["weights_only"] else None)
+    monkeypatch.setattr(
+        torchvision.models.ResNet18_Weights,
+        "get_state_dict",
+        lambda self, **how: theirs if how["weights_only"] else None,
+    )
     code, _, error, lines = run("--init", "pretrained", "--model", "resnet18", "--max-steps", 1)
     assert code == 0, error
     assert lines[0]["start"]["mean"] == pytest.approx(pretrained.IMAGENET["mean"])
@@ -175,9 +201,13 @@ def test_what_is_frozen_keeps_every_bit_its_running_statistics_too(run, learnt):
     assert {"groups.1.norm1.running_mean", "head.weight"}.isdisjoint(same)
 
 
-@pytest.mark.parametrize("patterns, words", [
-    (["no.such"], "no.such matches no module"), (["*"], "leaves nothing to train"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "patterns, words",
+    [
+        (["no.such"], "no.such matches no module"),
+        (["*"], "leaves nothing to train"),
+    ],
+)
 def test_patterns_that_freeze_nothing_or_everything_are_refused(run, patterns, words):
     refused(run("--freeze", *patterns), words)
 

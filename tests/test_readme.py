@@ -19,17 +19,31 @@ import torch
 from helpers import ROOT, run_script
 from torch.utils._pytree import tree_map
 
-PAGES = {path: path.read_text() for path in (
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "RESULTS.md",
-    ROOT / "bench" / "diagnosis" / "README.md", ROOT / "models" / "README.md",
-    *sorted(ROOT.glob("docs/*.md")),
-) if path.exists()}  # fmt: skip
+PAGES = {
+    path: path.read_text()
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "bench" / "RESULTS.md",
+        ROOT / "bench" / "diagnosis" / "README.md",
+        ROOT / "models" / "README.md",
+        *sorted(ROOT.glob("docs/*.md")),
+    )
+    if path.exists()
+}
 README = PAGES[ROOT / "README.md"]
 ALL = "\n".join(PAGES.values())
 USERS = (  # files that a page speaks of: made by a run, by you, by others, or by nobody
-    "metrics.jsonl", "model.json", "mine.py", "NAME.py", "more_NAME.py", "utils.py",
-    "airbench94_muon.py", "cifar10_speedrun.py", "mixup.py",
-)  # fmt: skip
+    "metrics.jsonl",
+    "model.json",
+    "mine.py",
+    "NAME.py",
+    "more_NAME.py",
+    "utils.py",
+    "airbench94_muon.py",
+    "cifar10_speedrun.py",
+    "mixup.py",
+)
 
 
 def blocks(page):
@@ -63,11 +77,25 @@ def missing_files(path, page):
 
 
 def test_every_link_file_flag_and_test_of_the_pages_exists():
-    known = {"--standalone", "--nproc_per_node", "--nproc-per-node", "--max-restarts", "--help",
-             "--nnodes", "--rdzv-backend", "--rdzv-id", "--rdzv-endpoint", "--local-addr"}
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("autopsy/**/*.py"),
-                 *ROOT.glob("trainer/*.py"),
-                 ROOT / "run.sh"):
+    known = {
+        "--standalone",
+        "--nproc_per_node",
+        "--nproc-per-node",
+        "--max-restarts",
+        "--help",
+        "--nnodes",
+        "--rdzv-backend",
+        "--rdzv-id",
+        "--rdzv-endpoint",
+        "--local-addr",
+    }
+    for path in (
+        *ROOT.glob("*.py"),
+        *ROOT.glob("bench/**/*.py"),
+        *ROOT.glob("autopsy/**/*.py"),
+        *ROOT.glob("trainer/*.py"),
+        ROOT / "run.sh",
+    ):
         known |= set(re.findall(r"--[a-z][a-z0-9_-]+", path.read_text()))
     tests = "".join(path.read_text() for path in ROOT.glob("tests/**/test_*.py"))
     for path, page in PAGES.items():
@@ -89,6 +117,7 @@ def test_a_planted_dead_link_and_a_planted_missing_file_are_seen(tmp_path):
 
 # Recipes: each block that imports torch is a script of its own
 
+
 def recipes():
     for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         for number, block in enumerate(blocks(PAGES[path])):
@@ -97,8 +126,10 @@ def recipes():
                 yield f"{path.stem}-{number}", block
 
 
-OURS = {path.stem: path for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"),
-                                     *ROOT.glob("rescue/*.py"))}  # fmt: skip
+OURS = {
+    path.stem: path
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"), *ROOT.glob("rescue/*.py"))
+}
 OURS["autopsy"] = ROOT / "autopsy"
 
 
@@ -129,11 +160,20 @@ def test_each_recipe_runs_in_an_empty_folder_with_its_files_alone(tmp_path):
 
 # Commands
 
+
 def commands(page):
     lines = re.findall(r"^    ((?:bash run\.sh|python train\.py|torchrun) ?.*)", page, re.M)
     shown = [re.sub(r"  +#.*", "", line) for line in lines]
-    minutes = ("run.sh test", "run.sh failures", "run.sh bench", "run.sh gpu", "autopsy",
-               "--replay", "predict", "bench/")  # fmt: skip
+    minutes = (
+        "run.sh test",
+        "run.sh failures",
+        "run.sh bench",
+        "run.sh gpu",
+        "autopsy",
+        "--replay",
+        "predict",
+        "bench/",
+    )
     return [line for line in shown if not any(word in line for word in minutes)]
 
 
@@ -164,8 +204,14 @@ def check_transcript(block, folder):
     """Run the command of a block "$ python ...". It prints the block, other numbers allowed:
     another machine rounds otherwise and names other samples."""
     command, _, shown = block.partition("\n")
-    done = subprocess.run([sys.executable, *shlex.split(command)[2:]], cwd=folder, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": ""}, timeout=600)
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[2:]],
+        cwd=folder,
+        text=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        timeout=600,
+    )
     printed = done.stdout + done.stderr
     assert done.returncode == (3 if "->" in shown else 0), printed
     places = re.findall(r"\w+\.py:\d+", shown)
@@ -183,8 +229,9 @@ def check_transcript(block, folder):
 
 
 def test_the_transcript_of_the_doctor_is_what_it_prints(tmp_path):
-    (shown,) = [block for block in blocks(README)
-                if block.startswith("$ python autopsy my_train.py\n")]
+    (shown,) = [
+        block for block in blocks(README) if block.startswith("$ python autopsy my_train.py\n")
+    ]
     shutil.copytree(ROOT / "autopsy", tmp_path / "autopsy")
     shutil.copy(ROOT / "docs" / "my_train.py", tmp_path)
     assert "my_train.py:12 " in check_transcript(shown, tmp_path)
@@ -219,6 +266,7 @@ def test_each_block_of_the_story_runs_in_its_order(tmp_path):
 
 
 # Figures
+
 
 def numbers(x):
     """All numbers of a raw file; of a long list of samples the mean alone; means of equal parts."""
@@ -283,8 +331,11 @@ def unproved(page):
             text = "|".join(cells[:3] + cells[4:]) if "results/" in text else text
         for figure in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text) if files else ():
             places = len(figure.partition(".")[2])
-            if not any(abs(times * value - float(figure)) <= 0.50001 * 10**-places
-                       for value in known for times in (1, 100)):
+            if not any(
+                abs(times * value - float(figure)) <= 0.50001 * 10**-places
+                for value in known
+                for times in (1, 100)
+            ):
                 yield figure, files
 
 

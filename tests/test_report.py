@@ -63,25 +63,43 @@ LAST = '{"status": "done"}\n'
 
 
 @needs_unix
-@pytest.mark.parametrize("pipe, out, err", [
-    ("| head -2", "step 1\nstep 2\n", LAST), ("2>&1 | head -2", "step 1\nstep 2\n", ""),
-    ("> /dev/full", "", LAST), ("> /dev/full 2> /dev/full", "", ""), (">&-", "", LAST)])
+@pytest.mark.parametrize(
+    "pipe, out, err",
+    [
+        ("| head -2", "step 1\nstep 2\n", LAST),
+        ("2>&1 | head -2", "step 1\nstep 2\n", ""),
+        ("> /dev/full", "", LAST),
+        ("> /dev/full 2> /dev/full", "", ""),
+        (">&-", "", LAST),
+    ],
+)
 def test_standard_output_that_fails_is_said_once_and_ends_nothing(tmp_path, pipe, out, err):
     script = tmp_path / "script.py"
     script.write_text(CLOSED)
     command = f"{sys.executable} {script} {tmp_path} {pipe}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100,
-                          env={"PYTHONPATH": str(Path(report.__file__).parent)})
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={"PYTHONPATH": str(Path(report.__file__).parent)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, out, err)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
     assert sum("event" in line for line in lines) == (pipe != ">&-")
     assert lines[-1] == {"step": 59, "loss": 1.0}
 
 
-@pytest.mark.parametrize("name, values", {
-    "all bad": [NAN, INF, -INF, NAN], "dead": [0.0, 0.0], "too large": [1.0, 1e38, 1e300, -1e300],
-    "tiny": [1e-300, 5e-324, NAN], "none": [],
-}.items())
+@pytest.mark.parametrize(
+    "name, values",
+    {
+        "all bad": [NAN, INF, -INF, NAN],
+        "dead": [0.0, 0.0],
+        "too large": [1.0, 1e38, 1e300, -1e300],
+        "tiny": [1e-300, 5e-324, NAN],
+        "none": [],
+    }.items(),
+)
 @pytest.mark.filterwarnings("error")
 def test_a_diverged_run_is_drawn_without_a_warning(tmp_path, name, values):
     file = report.MetricsFile(tmp_path, {})

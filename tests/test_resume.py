@@ -59,6 +59,7 @@ def test_a_planted_difference_is_seen():
 
 # --- Killed
 
+
 def test_a_run_killed_again_and_again_ends_bit_for_bit_like_the_one_never_killed(
     few_images, tmp_path
 ):
@@ -101,8 +102,14 @@ for path in sys.argv[1:]:
 assert not {"train", "checkpoint", "models", "torchvision"} & sys.modules.keys()
 """
     command = [sys.executable, "-c", script, run.folder / "best.pt"]
-    done = subprocess.run(command, cwd=tmp_path, timeout=600,
-                          capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        timeout=600,
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -126,20 +133,35 @@ def test_two_ranks_outlive_the_death_of_one_and_of_all(few_images, run):
     assert differences(result(folder / "whole"), result(folder / "killed")) == []
 
     # The same checkpoint, on one rank and in another precision: it says so and goes on.
-    code, last, _, lines = run("--precision", "bf16", "--ema", 0.9, "--data-dir", few_images, *PACE,
-                               "--resume", "auto", out="run/other")
+    code, last, _, lines = run(
+        "--precision",
+        "bf16",
+        "--ema",
+        0.9,
+        "--data-dir",
+        few_images,
+        *PACE,
+        "--resume",
+        "auto",
+        out="run/other",
+    )
     assert (code, last["precision"], last["steps"], last["updates"]) == (0, "bf16", 20, 20)
     assert [line["step"] for line in lines[1:] if "lr" in line] == list(range(1, 21))
 
 
 # --- Stopped
 
+
 @needs_rescue
-@pytest.mark.parametrize("fault, step", [
-    ("nan:param@step=7", 6),  # before a turn back
-    ("nan:loss@step=6", 6),  # in a rejected step
-    ("", EPOCH - 1), ("", 11),  # at the end of an epoch, and of the run
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, step",
+    [
+        ("nan:param@step=7", 6),  # before a turn back
+        ("nan:loss@step=6", 6),  # in a rejected step
+        ("", EPOCH - 1),
+        ("", 11),  # at the end of an epoch, and of the run
+    ],
+)
 def test_a_run_that_was_stopped_by_a_signal_ends_like_the_one_that_was_not(
     run, few, monkeypatch, fault, step
 ):
@@ -190,6 +212,7 @@ def test_a_signal_while_the_run_is_finished_does_not_cost_its_last_line(run, mon
 
 # --- What is refused: one sentence, exit code 2, nothing is written
 
+
 @pytest.fixture
 def change_data(monkeypatch):
     """change_data(f): all data goes through f(images, labels); the cache keeps its own."""
@@ -217,12 +240,25 @@ def test_images_and_batches_too_small_for_the_model_are_refused(
 
 
 def test_ranks_that_differ_say_why_and_all_leave(few_images, tmp_path):
-    other_seed = script(tmp_path, """
+    other_seed = script(
+        tmp_path,
+        """
 import os, train
 train.main([*sys.argv[1:], "--seed", os.environ["RANK"]])
-""")
-    first, second = run_ranks([other_seed, "--model", "cifarnet-tiny", "--data-dir", few_images,
-                               "--out-dir", tmp_path / "run"], few_images.parent)
+""",
+    )
+    first, second = run_ranks(
+        [
+            other_seed,
+            "--model",
+            "cifarnet-tiny",
+            "--data-dir",
+            few_images,
+            "--out-dir",
+            tmp_path / "run",
+        ],
+        few_images.parent,
+    )
     assert first[0] == second[0] == 2 and first[2] == ""
     assert "rank 1 differs from rank 0: seed 0 there, 1 here" in second[2]
     assert not (tmp_path / "run").exists()
@@ -240,11 +276,14 @@ def retouched(images, labels):
     return images, labels
 
 
-@pytest.mark.parametrize("change, words", [
-    (retouched, "pixels: "),
-    (lambda images, labels: (images, labels.where(labels > 1, 1 - labels)), "labels: "),
-    (lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (retouched, "pixels: "),
+        (lambda images, labels: (images, labels.where(labels > 1, 1 - labels)), "labels: "),
+        (lambda images, labels: (images[:100], labels[:100]), "images: 120 -> 100"),
+    ],
+)
 def test_other_data_is_refused_by_name(run, finished, change_data, change, words):
     change_data(change)
     refused(run(*finished, "--resume", "auto"), words)
@@ -310,10 +349,17 @@ MISSING = re.compile(
 
 
 BOUNDS = {
-    "updates": 10**9, "quarantine": [*range(120)], "accum": 10**9, "best": [math.nan, 1.0],
-    "policy": "fp17", "healing.trend.mean": math.nan, "healing.extra_steps": 10**12,
-    "schedule.factor": torch.tensor(9.0), "schedule.updates": torch.tensor(99),
-    "identity.total_steps": 10**12, "identity.model": torch.ones(2),
+    "updates": 10**9,
+    "quarantine": [*range(120)],
+    "accum": 10**9,
+    "best": [math.nan, 1.0],
+    "policy": "fp17",
+    "healing.trend.mean": math.nan,
+    "healing.extra_steps": 10**12,
+    "schedule.factor": torch.tensor(9.0),
+    "schedule.updates": torch.tensor(99),
+    "identity.total_steps": 10**12,
+    "identity.model": torch.ones(2),
     "rng": [{"python": (3, (1,), None), "cpu": torch.ones(3)}],
 }
 
@@ -351,8 +397,10 @@ def test_weights_and_moments_that_do_not_fit_are_refused_in_last_good_too(run, f
         (("model", weight), state["model"][weight].long()),
         (("guard", "pending"), [1, [0.0], ["loss"]]),  # of last.pt alone: a turn back has none
         (("model", weight), state["model"][weight].cfloat()),
-        ((*moments, "exp_avg"),), ((*moments, "exp_avg_sq"), -torch.ones(size)),
-        ((*moments, "exp_avg"), torch.ones(1)), (("optimizers",), []),
+        ((*moments, "exp_avg"),),
+        ((*moments, "exp_avg_sq"), -torch.ones(size)),
+        ((*moments, "exp_avg"), torch.ones(1)),
+        (("optimizers",), []),
     ]
     for name in ("last.pt", "last_good.pt"):
         whole = (run.folder / name).read_bytes()
@@ -409,9 +457,7 @@ draw_curves = report.draw_curves
 
 
 @needs_rescue
-def test_no_link_that_lies_in_a_folder_leads_a_write_elsewhere(
-    run, few, tmp_path, monkeypatch
-):
+def test_no_link_that_lies_in_a_folder_leads_a_write_elsewhere(run, few, tmp_path, monkeypatch):
     """At each name that a first run has written: a link to a file outside, or to nothing."""
     global written
     monkeypatch.setattr(report, "draw_curves", draw_curves)
@@ -423,8 +469,12 @@ def test_no_link_that_lies_in_a_folder_leads_a_write_elsewhere(
     names, written = written, None
     homes = run.folder, tmp_path / ".cache"
     paths = {Path(tmp_path, os.fsdecode(name)) for name in names if not isinstance(name, int)}
-    entries = {home / path.relative_to(home).parts[0]
-               for home in homes for path in paths if home in path.parents}
+    entries = {
+        home / path.relative_to(home).parts[0]
+        for home in homes
+        for path in paths
+        if home in path.parents
+    }
     seen = {path.name for path in entries}
     assert len(entries) > 20 and {"bad_step_3_rank0.pt", "curves.png", ".lock", "shown"} <= seen
     kept = tmp_path / "kept"
@@ -475,8 +525,11 @@ def test_a_folder_belongs_to_one_run_at_a_time(run, few, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Checkpoints, "lock", locked)
         refused(run(*few), "in use")
-    two = SimpleNamespace(args=SimpleNamespace(out_dir=None, model="m"),
-                          data=SimpleNamespace(name="d"), policy=SimpleNamespace(name="p"))
+    two = SimpleNamespace(
+        args=SimpleNamespace(out_dir=None, model="m"),
+        data=SimpleNamespace(name="d"),
+        policy=SimpleNamespace(name="p"),
+    )
     # Runs that start in the same second.
     names = [resume.make_folder(two, new=True).name for _ in range(3)]
     assert len(set(names)) == 3 and all((Path("runs") / name).is_dir() for name in names)

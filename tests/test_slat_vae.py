@@ -40,10 +40,12 @@ def test_the_active_patches_are_those_of_float64_though_half_would_tie_their_ene
 
 def test_take_and_put_use_rows_and_columns_as_torchs_unfold_does():
     images = torch.randn(2, 3, 24, 32)  # a square would hide a swap
-    coords = torch.tensor([
-        [[2, 3], [0, 1], [1, 0]],
-        [[0, 0], [2, 0], [1, 3]],
-    ])
+    coords = torch.tensor(
+        [
+            [[2, 3], [0, 1], [1, 0]],
+            [[0, 0], [2, 0], [1, 3]],
+        ]
+    )
     places = coords[..., 0] * 4 + coords[..., 1]
     chosen = torch.arange(2)[:, None], places
     cells = F.unfold(images, 8, stride=8).mT.clone()  # 2, 12 patches, 192 numbers

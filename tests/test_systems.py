@@ -26,9 +26,17 @@ RATES = warmup_cosine(9, 2)
 
 @pytest.mark.slow
 def test_train_and_predict_run_without_what_windows_lacks(tmp_path, image_folder):
-    flags = {"--dataset": "imagefolder", "--data-dir": image_folder, "--image-size": 32,
-             "--model": "cifarnet-tiny", "--batch-size": 40, "--max-steps": 3, "--device": "cpu",
-             "--precision": "fp32", "--out-dir": "run"}
+    flags = {
+        "--dataset": "imagefolder",
+        "--data-dir": image_folder,
+        "--image-size": 32,
+        "--model": "cifarnet-tiny",
+        "--batch-size": 40,
+        "--max-steps": 3,
+        "--device": "cpu",
+        "--precision": "fp32",
+        "--out-dir": "run",
+    }
     words = [word for pair in flags.items() for word in pair]
     code, out, err = run_script([*HIDDEN, ROOT / "train.py", *words], tmp_path)
     assert code == 0, err
@@ -47,15 +55,18 @@ def test_images_that_are_decoded_at_each_access_can_be_sent_to_a_new_process():
 
 @needs_unix
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [
-    "import resource",
-    "os.register_at_fork()",
-    "signal.SIGHUP",
-    "open('here', 'w')",
-    "file = open('new', 'wb'); os.replace(sys.argv[0], 'new')",
-    "file = open('new', 'wb'); os.replace('new', 'other')",
-    "os.fsync(os.open(sys.argv[0], os.O_RDONLY))",
-])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "import resource",
+        "os.register_at_fork()",
+        "signal.SIGHUP",
+        "open('here', 'w')",
+        "file = open('new', 'wb'); os.replace(sys.argv[0], 'new')",
+        "file = open('new', 'wb'); os.replace('new', 'other')",
+        "os.fsync(os.open(sys.argv[0], os.O_RDONLY))",
+    ],
+)
 def test_what_windows_lacks_fails_in_the_imitation(tmp_path, fault):
     lines = "import os, signal, sys\nprint('ran')\n"
     (tmp_path / "fault.py").write_text(lines + fault, encoding="utf-8")

@@ -39,8 +39,9 @@ def steps_of(lines):
 def test_accumulation_gives_the_update_of_the_big_batch(run, mlp, monkeypatch, uneven):
     if uneven:  # 40 images arrive as 35: three micro-batches of 12, 12 and 11
         whole = batches.TrainBatches.at
-        monkeypatch.setattr(batches.TrainBatches, "at",
-                            lambda self, step: tuple(t[:35] for t in whole(self, step)))
+        monkeypatch.setattr(
+            batches.TrainBatches, "at", lambda self, step: tuple(t[:35] for t in whole(self, step))
+        )
     for accum in (1, 3):  # a large eps: rounding near g = 0 stays rounding, not +lr or -lr
         flags = ("--model", "mlp", "--batch-size", 42, "--max-steps", 5, "--adam-eps", 1e-2)
         assert run(*flags, "--accum-steps", accum, out=str(accum))[0] == 0
@@ -100,7 +101,8 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
 
 @needs_rescue
 def test_an_ordinary_step_runs_two_files_of_rescue_and_no_more_functions_than_it_needs(
-        run, monkeypatch):
+    run, monkeypatch
+):
     seen = set()
     end_of_step, wing = train.end_of_step, Path(train.__file__).with_name("rescue")
 
@@ -243,8 +245,13 @@ REFUSED = [
     ("--epochs 1 --max-steps 5", ["--max-steps", "not allowed with"]),
     ("--no-such-flag", ["--no-such-flag", "--help"]),
     ("--ams", ["--ams", "--help"]),  # no abbreviations
-    pytest.param("--device cuda", ["sees no GPU"], marks=pytest.mark.skipif(
-        torch.cuda.is_available(), reason="this machine has a GPU: asking is right")),
+    pytest.param(
+        "--device cuda",
+        ["sees no GPU"],
+        marks=pytest.mark.skipif(
+            torch.cuda.is_available(), reason="this machine has a GPU: asking is right"
+        ),
+    ),
     ("--precision O3", ["eps=1e-08 is exactly 0 in torch.float16"]),
     ("--keep-fp32 nothing.like.it", ["nothing.like.it"]),
     ("--no-decay ü", ["matches no parameter"]),
@@ -254,7 +261,7 @@ REFUSED = [
     ("--precision O2 --resume /nowhere.pt", ["/nowhere.pt"]),
     ("--out-dir ", ["empty"]),
     (f"--out-dir {'x' * 300}", ["255"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("flags, words", REFUSED)
@@ -270,15 +277,23 @@ def test_a_folder_that_holds_another_run_is_not_overwritten(run):
     assert (run.folder / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("words, name, meant", [
-    ("--amsgrad", "amsgrad", True), ("--no-amsgrad", "amsgrad", False),
-    ("", "compile", "auto"), ("--compile", "compile", "on"), ("--no-compile", "compile", "off"),
-    ("--amp-opt-level O1", "precision", "O1"), ("--amp_opt_level=O1", "precision", "O1"),
-    ("--disable-amp", "precision", "fp32"), ("--disable_amp", "precision", "fp32"),
-    ("--out_dir=runs/a_b", "out_dir", Path("runs/a_b")),
-    ("--keep_fp32 my_head", "keep_fp32", ["my_head"]),
-    ("--betas 0.8 0.95", "betas", (0.8, 0.95)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, name, meant",
+    [
+        ("--amsgrad", "amsgrad", True),
+        ("--no-amsgrad", "amsgrad", False),
+        ("", "compile", "auto"),
+        ("--compile", "compile", "on"),
+        ("--no-compile", "compile", "off"),
+        ("--amp-opt-level O1", "precision", "O1"),
+        ("--amp_opt_level=O1", "precision", "O1"),
+        ("--disable-amp", "precision", "fp32"),
+        ("--disable_amp", "precision", "fp32"),
+        ("--out_dir=runs/a_b", "out_dir", Path("runs/a_b")),
+        ("--keep_fp32 my_head", "keep_fp32", ["my_head"]),
+        ("--betas 0.8 0.95", "betas", (0.8, 0.95)),
+    ],
+)
 def test_boolean_flags_and_published_spellings_work(words, name, meant):
     assert getattr(flags.parse(words.split(), "", train.MODELS, train.NAMES), name) == meant
 
@@ -299,7 +314,8 @@ def test_flags_of_the_optimizer_reach_it_and_count_in_a_run_that_goes_on(run, ml
 
 
 def test_compiled_training_gives_the_same_losses_and_looks_at_hooked_steps_eagerly(
-        run, monkeypatch):
+    run, monkeypatch
+):
     compiled = []
 
     def compile(model, dynamic, backend=torch.compile):
@@ -347,15 +363,15 @@ def test_among_equal_accuracies_the_lowest_loss_is_the_best(run, monkeypatch):
     assert last_state(run)["best"] == [60, -0.7]
 
 
-LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])),
-          ("cifarnet-tiny", "O3"), ("dit-test", "O1")]
+LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])), ("cifarnet-tiny", "O3"), ("dit-test", "O1")]
 
 
 @pytest.mark.parametrize("model, precision", LEVELS)
 def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, precision):
     eps = ("--adam-eps", "1e-4") if precision == "O3" else ()  # without it O3 is refused
-    code, last, _, lines = run("--model", model, "--precision", precision, "--max-steps", 4,
-                               "--lr", 1e-4, *eps)
+    code, last, _, lines = run(
+        "--model", model, "--precision", precision, "--max-steps", 4, "--lr", 1e-4, *eps
+    )
     assert code == 0 and last["updates"] + last["skipped"] == 4 and last["updates"] > 2
     assert last["val_loss"] == last["val_loss"]
     shown = {"dit-test": ".png", "slat_vae-test": ".png", "vlm-test": ".txt"}.get(model)
@@ -375,13 +391,24 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
     assert run("--batch-size", 250, "--max-steps", 2, "--lr", 0.003)[3][0]["lr"] == 0.003
 
 
-@pytest.mark.parametrize("images, recipe, pieces, batch", [
-    (51, 1000, 1, 16), (60, 256, 2, 16), (400, 256, 1, 64), (51, 256, 12, 12), (5, 256, 2, 4),
-    (1, 256, 1, 1), (1_100, 1000, 1, 256), (4_100, 1000, 1, 1000), (50_000, 128, 1, 128),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "images, recipe, pieces, batch",
+    [
+        (51, 1000, 1, 16),
+        (60, 256, 2, 16),
+        (400, 256, 1, 64),
+        (51, 256, 12, 12),
+        (5, 256, 2, 4),
+        (1, 256, 1, 1),
+        (1_100, 1000, 1, 256),
+        (4_100, 1000, 1, 1000),
+        (50_000, 128, 1, 128),
+    ],
+)
 def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe, pieces, batch):
-    args = SimpleNamespace(batch_size=None, lr=None, accum_steps=pieces,
-                           recipe=RECIPE | {"batch_size": recipe})
+    args = SimpleNamespace(
+        batch_size=None, lr=None, accum_steps=pieces, recipe=RECIPE | {"batch_size": recipe}
+    )
     data = SimpleNamespace(train=(None, range(images)))
     plan.choose_batch(record.Run(args=args, data=data))
     assert args.batch_size == batch
@@ -389,10 +416,14 @@ def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe
     assert (f"not {recipe}, for {images:,} images" in args.lr_reason) == (batch != recipe)
 
 
-@pytest.mark.parametrize("images, asked, left, rate", [
-    (51, ["a*"], [], 1e-3 * (16 / 64) ** 0.5), (51, ["b*"], ["b*"], 8e-3 * (16 / 256) ** 0.5),
-    (400, ["a*"], ["a*"], 8e-3 * (64 / 256) ** 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "images, asked, left, rate",
+    [
+        (51, ["a*"], [], 1e-3 * (16 / 64) ** 0.5),
+        (51, ["b*"], ["b*"], 8e-3 * (16 / 256) ** 0.5),
+        (400, ["a*"], ["a*"], 8e-3 * (64 / 256) ** 0.5),
+    ],
+)
 def test_few_images_take_adamw_because_muon_would_take_longer_than_they(images, asked, left, rate):
     recipe = RECIPE | {"batch_size": 256, "lr": 8e-3, "muon": ["a*"]}
     args = SimpleNamespace(batch_size=None, lr=None, accum_steps=1, recipe=recipe, muon=asked)
@@ -402,23 +433,31 @@ def test_few_images_take_adamw_because_muon_would_take_longer_than_they(images, 
     assert ("AdamW alone" in args.lr_reason) == (not left)
 
 
-@pytest.mark.parametrize("epoch_steps, seconds, given, steps, validations, warns", [
-    (4, 0.1, {}, 300, 25, False),  # 60 pictures
-    (4, 1.2, {}, 100, 25, True),  # what two minutes allow
-    (4, 0.1, {"epochs": 10}, 40, 10, True),
-    (4, 0.1, {"epochs": 75}, 300, 25, False),
-    (4, 0.1, {"max_steps": 10}, 10, 3, False),  # as many updates as were asked for
-    (1, 0.1, {}, 300, 20, False),
-    (50, 0.1, {}, 500, 10, False),
-    (50, 0.5, {}, 240, 5, False),  # 240,000 images
-    (5000, None, {}, 50_000, 10, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "epoch_steps, seconds, given, steps, validations, warns",
+    [
+        (4, 0.1, {}, 300, 25, False),  # 60 pictures
+        (4, 1.2, {}, 100, 25, True),  # what two minutes allow
+        (4, 0.1, {"epochs": 10}, 40, 10, True),
+        (4, 0.1, {"epochs": 75}, 300, 25, False),
+        (4, 0.1, {"max_steps": 10}, 10, 3, False),  # as many updates as were asked for
+        (1, 0.1, {}, 300, 20, False),
+        (50, 0.1, {}, 500, 10, False),
+        (50, 0.5, {}, 240, 5, False),  # 240,000 images
+        (5000, None, {}, 50_000, 10, False),
+    ],
+)
 def test_a_run_is_long_enough_in_updates_or_a_warning_names_it(
     epoch_steps, seconds, given, steps, validations, warns
 ):
     args = SimpleNamespace(
-        recipe=RECIPE | {"epochs": 10}, max_steps=None, epochs=None, verify_every=None,
-        warmup_updates=None, batch_size=16 if epoch_steps < 50 else 1000)
+        recipe=RECIPE | {"epochs": 10},
+        max_steps=None,
+        epochs=None,
+        verify_every=None,
+        warmup_updates=None,
+        batch_size=16 if epoch_steps < 50 else 1000,
+    )
     args.__dict__.update(given)
     stream = SimpleNamespace(steps_per_epoch=epoch_steps, start_small=lambda steps: None)
     device = torch.device("cpu" if seconds else "cuda")
@@ -473,7 +512,8 @@ def test_an_image_folder_is_streamed_and_its_dirty_files_are_named(run, image_fo
 @pytest.mark.parametrize("graph", ["--cuda-graph", "--no-cuda-graph"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16", "O2"])
 def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(
-        run, monkeypatch, precision, graph):
+    run, monkeypatch, precision, graph
+):
     opened, closed = guards.Guard.open, guards.Guard.verdict
 
     def open_(self, step):

@@ -57,10 +57,19 @@ def noise_of_dit():
 def logits_of_vlm():
     """Of three tokens."""
     net = vlm.VLM(
-        class_names=["cat", "dog"], image_size=16, patch_size=4,
-        vit_dim=32, vit_depth=2, vit_heads=2, vit_mlp=64,
-        lm_dim=32, lm_depth=2, lm_heads=4, lm_kv_heads=2, lm_mlp=48,
-    )  # fmt: skip
+        class_names=["cat", "dog"],
+        image_size=16,
+        patch_size=4,
+        vit_dim=32,
+        vit_depth=2,
+        vit_heads=2,
+        vit_mlp=64,
+        lm_dim=32,
+        lm_depth=2,
+        lm_heads=4,
+        lm_kv_heads=2,
+        lm_mlp=48,
+    )
     rows = [[*net.prompt("What? "), *b"cat"], [vlm.PAD, vlm.PAD, *net.prompt("Is it"), *b"no"]]
     images = filled(net).image_tokens(chirp(2, 3, 16, 16))
     return net.decoder(torch.tensor(rows), images, 3)

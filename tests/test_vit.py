@@ -36,19 +36,30 @@ def in_float64(attention, qk_norm):
 
 
 THEIRS = {  # part of our name -> part of torchvision's
-    "embed.proj": "conv_proj", "blocks.": "encoder.layers.encoder_layer_", "norm1": "ln_1",
-    "norm2": "ln_2", "norm.": "encoder.ln.", "attn.qkv.": "self_attention.in_proj_",
-    "attn.proj": "self_attention.out_proj", "mlp.2": "mlp.3", "head.": "heads.head.",
-}  # fmt: skip
+    "embed.proj": "conv_proj",
+    "blocks.": "encoder.layers.encoder_layer_",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+    "norm.": "encoder.ln.",
+    "attn.qkv.": "self_attention.in_proj_",
+    "attn.proj": "self_attention.out_proj",
+    "mlp.2": "mlp.3",
+    "head.": "heads.head.",
+}
 
 
 @torch.no_grad()
 def test_it_computes_what_torchvisions_encoder_computes():
     torch.manual_seed(0)
     theirs = torchvision.models.VisionTransformer(
-        image_size=32, patch_size=4, num_layers=3, num_heads=3, hidden_dim=48, mlp_dim=192,
+        image_size=32,
+        patch_size=4,
+        num_layers=3,
+        num_heads=3,
+        hidden_dim=48,
+        mlp_dim=192,
         num_classes=7,
-    ).eval()  # fmt: skip
+    ).eval()
     ours = ViT(num_classes=7, image_size=32, patch_size=4, dim=48, depth=3, heads=3)
     shake(theirs, 0.05)
     theirs.encoder.pos_embedding = torch.nn.Parameter(ours.pos[None])  # and no class token
@@ -61,9 +72,15 @@ def test_it_computes_what_torchvisions_encoder_computes():
     torch.testing.assert_close(ours(images), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("qk_norm, factor, right", [
-    (False, 1, True), (False, 30, False), (True, 1, True), (True, 30, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "qk_norm, factor, right",
+    [
+        (False, 1, True),
+        (False, 30, False),
+        (True, 1, True),
+        (True, 30, True),
+    ],
+)
 @torch.no_grad()
 def test_bf16_attention_is_right_until_logits_grow_and_with_qk_norm_always(qk_norm, factor, right):
     attention, x = grown(qk_norm, factor), torch.randn(4, 64, 128)

@@ -66,9 +66,7 @@ def test_the_loss_counts_only_the_answer_and_each_image_once():
     loss, metrics = net(images, labels)
     answers = [torch.tensor([*NAMES[label].encode(), vlm.EOS]) for label in labels]
     rows = zip(seen, answers, strict=True)
-    want = torch.stack([
-        F.cross_entropy(row[-len(answer) :], answer) for row, answer in rows
-    ])
+    want = torch.stack([F.cross_entropy(row[-len(answer) :], answer) for row, answer in rows])
     torch.testing.assert_close(metrics["loss"], want, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss, want.mean(), rtol=1e-5, atol=0)
 

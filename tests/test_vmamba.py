@@ -45,9 +45,18 @@ def assert_same_values_and_gradients(args, atol):
         assert error <= atol * largest, name
 
 
-@pytest.mark.parametrize("L, N", [
-    (1, 1), (2, 3), (16, 1), (17, 3), (63, 16), (300, 1), (1030, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "L, N",
+    [
+        (1, 1),
+        (2, 3),
+        (16, 1),
+        (17, 3),
+        (63, 16),
+        (300, 1),
+        (1030, 3),
+    ],
+)
 def test_the_scan_and_its_gradients_are_those_of_the_definition_at_every_length(L, N):
     assert_same_values_and_gradients(inputs(L, N), atol=1e-12)
 

@@ -26,8 +26,20 @@ import sys
 import pytest
 sys.exit(pytest.main(["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider"]))
 """
-SHORT = ("--dataset", "synthetic", "--model", "cifarnet-tiny", "--batch-size", 40,
-         "--device", "cpu", "--precision", "bf16", "--log-every", 1)  # fmt: skip
+SHORT = (
+    "--dataset",
+    "synthetic",
+    "--model",
+    "cifarnet-tiny",
+    "--batch-size",
+    40,
+    "--device",
+    "cpu",
+    "--precision",
+    "bf16",
+    "--log-every",
+    1,
+)
 BAD_BATCHES = """
 import sys
 import torch
@@ -104,11 +116,25 @@ def test_the_quick_tests_of_what_is_left_pass(house):
     """But for those that import nothing of train.py, start nothing and read no file of the house:
     they cannot miss a wing, and take most of the time."""
     starts_or_reads = re.compile(r"\b(run_script|run_ranks|two_ranks|subprocess|ROOT)\b")
-    apart = [path for path in house.glob("tests/test_*.py")
-             if not meets_a_wing(path) and not starts_or_reads.search(path.read_text())]
+    apart = [
+        path
+        for path in house.glob("tests/test_*.py")
+        if not meets_a_wing(path) and not starts_or_reads.search(path.read_text())
+    ]
     assert {"test_guards.py", "test_models.py"} < {path.name for path in apart}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0",
-               "-m", "quick", *(f"--ignore={path}" for path in apart)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "-m",
+        "quick",
+        *(f"--ignore={path}" for path in apart),
+    ]
     done = subprocess.run(command, cwd=house, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(done.stdout.split(" passed")[0].split()[-1]) > 300

@@ -71,9 +71,7 @@ def seen_by(run: Run, labels: Tensor, guesses: Tensor, losses: Tensor) -> Seen:
         for i in losses.argsort(descending=True)[:SHOWN].tolist()
     ]
     right = labels[labels == guesses]
-    return Seen(
-        confusion, labels.bincount(minlength=count), right.bincount(minlength=count), worst
-    )
+    return Seen(confusion, labels.bincount(minlength=count), right.bincount(minlength=count), worst)
 
 
 def in_words(names: list[str], parts: list[Seen]) -> dict:

@@ -77,20 +77,35 @@ TABLE = {
         ("--cache-dir", folder, Path(".cache"), "folder for the decoded images"),
         ("--cutout", from_0, 0, "cut squares out of images"),
         ("--max-bad-share", at_least_0, 0.01, "largest share of unreadable files to accept"),
-        ("--val-share", number(float, 0, above=True, below=1), None, "share of each class "
-         "for validation, in a folder of <class>/* without train/ and val/; default: 0.2"),
+        (
+            "--val-share",
+            number(float, 0, above=True, below=1),
+            None,
+            "share of each class "
+            "for validation, in a folder of <class>/* without train/ and val/; default: 0.2",
+        ),
     ],
     "optimizer (defaults: the model's recipe)": [
-        ("--lr", positive, None, "peak learning rate, not scaled; default: the recipe's, scaled to "
-         "--batch-size by the recipe's rule"),
+        (
+            "--lr",
+            positive,
+            None,
+            "peak learning rate, not scaled; default: the recipe's, scaled to "
+            "--batch-size by the recipe's rule",
+        ),
         ("--warmup-updates", from_0, None, "default: the recipe's share of the run"),
         ("--weight-decay", at_least_0, None, ""),
         ("--adam-eps", at_least_0, 1e-8, ""),
         ("--amsgrad", bool, False, ""),
         ("--clip-grad", at_least_0, 1.0, "largest norm of the gradient; 0: off"),
         ("--drop-path", share, None, "drop residual branches of swin and vmamba"),
-        ("--batch-size", count, None, "images per update, over all ranks and micro-batches; "
-         "default: the recipe's, or fewer for a small set"),
+        (
+            "--batch-size",
+            count,
+            None,
+            "images per update, over all ranks and micro-batches; "
+            "default: the recipe's, or fewer for a small set",
+        ),
         ("--class-weights", ["none", "balanced"], "none", "balanced: every class counts the same"),
         ("--accum-steps", count, 1, "micro-batches per update"),
         ("--ema", share, None, "evaluate averaged weights; 0: off"),
@@ -101,8 +116,13 @@ TABLE = {
         ("--max-skips", count, 25, "skipped steps in a row before the run gives up"),
         ("--max-cures", count, 8, "cures before the run gives up"),
         ("--probe-every", count, None, "warn of activations near overflow, every N steps"),
-        ("--verify-every", from_0, None, "look for hardware that returns wrong finite "
-         "numbers, every N steps; default: once an epoch; 0: never"),
+        (
+            "--verify-every",
+            from_0,
+            None,
+            "look for hardware that returns wrong finite "
+            "numbers, every N steps; default: once an epoch; 0: never",
+        ),
         ("--detect-anomaly", bool, False, "autograd's own anomaly mode; slow"),
         ("--inject", str, "", "plant a fault: nan:grad:head.weight@step=5"),
         ("--replay", Path, None, "examine a recorded bad step again, then exit"),
@@ -144,8 +164,12 @@ def parse(
     precision = parser.add_mutually_exclusive_group()
     length = parser.add_mutually_exclusive_group()
     add("--model", default="cifarnet", choices=models, metavar="NAME", help=", ".join(models))
-    add("--init", metavar="FILE", help="start from these weights: of a run, or a .pth of "
-        "torchvision or timm; pretrained: torchvision's own")
+    add(
+        "--init",
+        metavar="FILE",
+        help="start from these weights: of a run, or a .pth of "
+        "torchvision or timm; pretrained: torchvision's own",
+    )
     add("--dataset", choices=datasets, help="default: cifar10, else synthetic")
     precision.add_argument(
         "--precision", "--amp-opt-level", default="auto", choices=["auto", *POLICIES]
@@ -160,11 +184,22 @@ def parse(
     add("--betas", nargs=2, type=share, default=(0.9, 0.99))
     add("--keep-fp32", nargs="+", default=[], metavar="PATTERN", help="modules to keep in fp32")
     add("--no-decay", nargs="+", default=[], metavar="PATTERN", help="parameters without decay")
-    add("--freeze", nargs="+", default=[], metavar="PATTERN",
-        help="modules and parameters that do not train")
+    add(
+        "--freeze",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="modules and parameters that do not train",
+    )
     add("--muon", nargs="*", metavar="PATTERN", help="matrices for Muon; without a pattern: none")
-    add("--compile", nargs="?", const="on", default="auto", choices=["auto", "on", "off"],
-        help="torch.compile; auto: on one GPU, if the run is long enough to gain from it")
+    add(
+        "--compile",
+        nargs="?",
+        const="on",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="torch.compile; auto: on one GPU, if the run is long enough to gain from it",
+    )
     add("--no-compile", dest="compile", action="store_const", const="off")
     for title, rows in TABLE.items():
         group = parser.add_argument_group(title)

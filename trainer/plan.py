@@ -50,11 +50,17 @@ def choose_batch(run: Run):
         if suits != recipe["batch_size"]:
             why += f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
     if args.batch_size % pieces:
-        refuse(2, f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
-                  f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}")
+        refuse(
+            2,
+            f"--batch-size {args.batch_size} does not split evenly over {run.world_size} "
+            f"rank(s) and --accum-steps {args.accum_steps}: make it a multiple of {pieces}",
+        )
     if args.batch_size > total:
-        refuse(2, f"--batch-size {args.batch_size} is more than all {total} training images: "
-                  f"leave the flag out (it will be {suits}), or take at most {total}")
+        refuse(
+            2,
+            f"--batch-size {args.batch_size} is more than all {total} training images: "
+            f"leave the flag out (it will be {suits}), or take at most {total}",
+        )
     rate = f"lr {args.lr} as asked"
     if args.lr is None:
         args.lr, rate = scaled_lr(
@@ -104,8 +110,10 @@ def length(run: Run, saved: dict | None, seconds: float | None) -> tuple[str, st
     images = steps * args.batch_size  # half an epoch of a large set teaches as much
     few = steps < recipe["updates"] and images < 32 * recipe["updates"]
     if few and not args.max_steps:
-        warning = (f"{steps} updates are few to learn from: --epochs {epochs} makes "
-                   f"{epochs * run.epoch_steps}")
+        warning = (
+            f"{steps} updates are few to learn from: --epochs {epochs} makes "
+            f"{epochs * run.epoch_steps}"
+        )
     return f"{steps} steps = {steps / run.epoch_steps:.1f} epochs{takes}; {why}", warning
 
 

@@ -90,14 +90,14 @@ def setup(run: Run, train_step: Callable):
         "precision": str(run.policy),
         "data": f"{run.data.name}, {len(run.data.train[1]):,} training images",
         "model": f"{args.model}, {sum(p.numel() for p in run.net.parameters()):,} parameters, "
-                 + compiled,
+        + compiled,
         "init": began,
         "optimizer": f"{args.lr_reason}; {args.warmup_updates} updates of warm-up"
-                     + (f"; {plan.SLOW} times the rate for what was loaded" if began else ""),
+        + (f"; {plan.SLOW} times the rate for what was loaded" if began else ""),
         "length": length,
         "output": f"{run.folder}{resumed}",
         "start": f"{sum(spent.values()):.1f} s: "
-                 + ", ".join(f"{name} {t:.1f}" for name, t in spent.items() if t >= 0.05),
+        + ", ".join(f"{name} {t:.1f}" for name, t in spent.items() if t >= 0.05),
     }
     for name, decision in decided.items():
         if decision:
@@ -164,8 +164,11 @@ def data(run: Run, local_rank: int) -> list[str]:
     if args.dataset == "imagefolder" and args.data_dir and args.out_dir:
         data_dir = args.data_dir.resolve()
         if data_dir in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
-            refuse(2, f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
-                      "writes would become data. Name a folder elsewhere")
+            refuse(
+                2,
+                f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
+                "writes would become data. Name a folder elsewhere",
+            )
     decoding = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
     with (
         refusing(OSError, ValueError, code=4),
@@ -187,12 +190,18 @@ def data(run: Run, local_rank: int) -> list[str]:
     if run.start:
         run.data.mean, run.data.std = run.start["mean"], run.start["std"]
         if len(run.data.mean) != run.data.channels:
-            refuse(2, f"--init {args.init} is for images of {len(run.data.mean)} channels, and "
-                      f"{run.data.name} has {run.data.channels}")
+            refuse(
+                2,
+                f"--init {args.init} is for images of {len(run.data.mean)} channels, and "
+                f"{run.data.name} has {run.data.channels}",
+            )
     outputs = len(run.data.classes)
     if args.num_classes not in (None, outputs):
-        refuse(2, f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
-                  "leave the flag out")
+        refuse(
+            2,
+            f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
+            "leave the flag out",
+        )
     run.accum = args.accum_steps
     recipe = args.recipe
     plan.choose_batch(run)

@@ -91,13 +91,19 @@ def download(model: str) -> Weights:
     try:
         best = torchvision.models.get_model_weights(theirs).DEFAULT
     except ValueError:
-        refuse(2, f"--init pretrained: torchvision has no weights for {model}; it has some for "
-                  "resnet18, resnet50, swin-t and swin-v2-t")
+        refuse(
+            2,
+            f"--init pretrained: torchvision has no weights for {model}; it has some for "
+            "resnet18, resnet50, swin-t and swin-v2-t",
+        )
     try:
         tensors = best.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
-        refuse(2, f"--init pretrained: no network, or no {best.url} ({error}): fetch it elsewhere "
-                  "and pass it as --init FILE")
+        refuse(
+            2,
+            f"--init pretrained: no network, or no {best.url} ({error}): fetch it elsewhere "
+            "and pass it as --init FILE",
+        )
     made = best.transforms()
     known = {"mean": [255 * x for x in made.mean], "std": [255 * x for x in made.std]}
     return Weights(best.url, theirs_as_ours(model, tensors), known)
@@ -133,13 +139,18 @@ def start_from(run: Run, weights: Weights) -> str:
     unused = [name for name in weights.tensors if name not in chosen]
     share = sum(mine[name].numel() for name in chosen) / sum(t.numel() for t in mine.values())
     if share < LEAST:
-        refuse(2, f"--init {weights.source} is not for {run.args.model}: {len(chosen)} of its "
-                  f"{len(weights.tensors)} tensors fit, {share:.1%} of the numbers (it has "
-                  f"{listed(unused)}; wanted: {listed(new)})")
+        refuse(
+            2,
+            f"--init {weights.source} is not for {run.args.model}: {len(chosen)} of its "
+            f"{len(weights.tensors)} tensors fit, {share:.1%} of the numbers (it has "
+            f"{listed(unused)}; wanted: {listed(new)})",
+        )
     run.net.load_state_dict(chosen, strict=False)
     run.start["loaded"] = [*chosen]
-    said = (f"{weights.source}: {len(chosen)} of {len(mine)} tensors loaded, {share:.1%} of the "
-            f"numbers; {len(new)} new: {listed(new)}; {len(unused)} not used: {listed(unused)}")
+    said = (
+        f"{weights.source}: {len(chosen)} of {len(mine)} tensors loaded, {share:.1%} of the "
+        f"numbers; {len(new)} new: {listed(new)}; {len(unused)} not used: {listed(unused)}"
+    )
     classifies = run.model.judged_by == "acc1"
     if classifies and layer and new and {name.rpartition(".")[0] for name in new} == {head}:
         fit_head(run, layer)

@@ -32,6 +32,9 @@ class Lines(AbstractContextManager):
         self.said = now
         seconds = (now - self.began) / max(1, run.step - self.first)
         left = timedelta(seconds=round(seconds * (run.total_steps - run.step)))
-        shown = "  ".join(f"{name} {self.numbers[name]}" for name in ("loss", "acc1", "lr")
-                          if name in self.numbers)
+        shown = "  ".join(
+            f"{name} {self.numbers[name]}"
+            for name in ("loss", "acc1", "lr")
+            if name in self.numbers
+        )
         run.log.say(f"step {run.step} of {run.total_steps}, {left} left  {shown}".rstrip())

@@ -73,8 +73,11 @@ def read_checkpoint(run: Run) -> dict | None:
             except checkpoint.CheckpointError:
                 whole = checkpoint.load(args.resume)
                 if isinstance(whole, dict) and "step" not in whole:
-                    refuse(2, f"{args.resume} holds weights, and no run to go on with: start a new "
-                              f"run from them with --init {args.resume}")
+                    refuse(
+                        2,
+                        f"{args.resume} holds weights, and no run to go on with: start a new "
+                        f"run from them with --init {args.resume}",
+                    )
                 raise
         newest = checkpoint.Checkpoints(args.out_dir).newest(schema.load)
         return newest and newest[1] | {"path": newest[0]}
@@ -119,7 +122,8 @@ def make_folder(run: Run, new: bool) -> Path:
     if new and report.holds_a_run(args.out_dir):
         raise checkpoint.CheckpointError(
             f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
-            "new folder, or go on with --resume auto")
+            "new folder, or go on with --resume auto"
+        )
     args.out_dir.mkdir(parents=True, exist_ok=True)
     return args.out_dir
 
@@ -170,8 +174,10 @@ def read_back(run: Run) -> None:
         # One image may fall on either side, and a loss with noise differs with the batches.
         near = abs(score - run.best[0]) <= 0.05 * abs(score) + 100 / len(run.data.val[1])
         if not near or abs(loss - run.best[1]) > 0.05 * abs(loss) + 1e-6:
-            reason = (f"{files.best} scores {score:.6g} with a loss of {-loss:.6g}, and was kept "
-                      f"for {run.best[0]:.6g} with {-run.best[1]:.6g}")
+            reason = (
+                f"{files.best} scores {score:.6g} with a loss of {-loss:.6g}, and was kept "
+                f"for {run.best[0]:.6g} with {-run.best[1]:.6g}"
+            )
     if reason := agreed(reason):
         raise checkpoint.CheckpointError(f"not done: {reason}")
 
@@ -281,8 +287,10 @@ def restore(run: Run, state: dict) -> None:
     for optimizer, saved in zip(run.optimizers, state["optimizers"], strict=True):
         groups = optimizer.state_dict()["param_groups"]  # decay, betas and eps are the flags'
         if [g["params"] for g in groups] != [g["params"] for g in saved["param_groups"]]:
-            raise ValueError("the checkpoint's optimizer groups its parameters differently: a "
-                             "run cannot switch to or from --weight-decay 0")
+            raise ValueError(
+                "the checkpoint's optimizer groups its parameters differently: a "
+                "run cannot switch to or from --weight-decay 0"
+            )
         schema.refuse_moments(optimizer, saved)
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
         optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})

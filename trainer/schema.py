@@ -160,10 +160,10 @@ def refuse_unsound(state: dict) -> None:
         "accum": 0 < state["accum"] <= about["batch_size"],
         "guard": all(state["guard"][key] >= 0 for key in ("steps", "skipped", "skipped_in_a_row")),
         "quarantine": len(left_out) < about["images"]  # one image stays
-                      and all(0 <= i < about["images"] for i in left_out),
+        and all(0 <= i < about["images"] for i in left_out),
         "updates": state["updates"] in steps and int(schedule["updates"]) in steps,
         "healing.extra_steps": healing["extra_steps"] <= state["step"] * len(healing["cures"])
-                               and healing["extra_steps"] < MOST,
+        and healing["extra_steps"] < MOST,
         "healing.cures": len(healing["cures"]) <= 4 * len(steps),
         "healing": max(healing["hunt_until"] - 50, healing["examined_until"]) <= state["step"],
         "healing.trend": not trend["first"] or all(map(math.isfinite, learnt)),
@@ -215,9 +215,7 @@ def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                     raise ValueError(f"the {name} of parameter {i} cannot be")
 
 
-def describe_changes(
-    saved: dict[str, Any], current: dict[str, Any], path: str | Path
-) -> list[str]:
+def describe_changes(saved: dict[str, Any], current: dict[str, Any], path: str | Path) -> list[str]:
     """What differs between two flat dicts of facts, as ["world_size: 2 -> 1", ...].
 
     CheckpointError for another run: one of FIXED differs. path: of the checkpoint.
@@ -232,5 +230,6 @@ def describe_changes(
         raise CheckpointError(
             f"cannot resume, this is another run ({'; '.join(refused)}): go on with the data and "
             f"flags as they were, or start a new run from its weights: --init {best} and another "
-            "--out-dir")
+            "--out-dir"
+        )
     return list(changed.values())

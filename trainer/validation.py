@@ -105,8 +105,14 @@ def log_scores(run: Run) -> None:
 def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
     """The scores of all validation images, on all ranks. rows: see evaluate()."""
     split = batches.val_batches(
-        *run.data.val, run.stream.normalize, batch_size=500, rank=run.rank,
-        world_size=run.world_size, device=run.device, workers=run.args.workers)
+        *run.data.val,
+        run.stream.normalize,
+        batch_size=500,
+        rank=run.rank,
+        world_size=run.world_size,
+        device=run.device,
+        workers=run.args.workers,
+    )
     return evaluate(run.model, split, graph=run.graph, rows=rows)
 
 
@@ -136,8 +142,11 @@ def look_at_average(run: Run):
     distance = float(run.ema.distance(optim.master_params(run.optimizers).values()))
     run.log.write(event="average", step=run.step, distance=distance)
     if not distance <= 1:
-        run.log.warn(run.step, f"the average is {distance:.3g} times the weights' norm away from "
-                               "them: it no longer follows them")
+        run.log.warn(
+            run.step,
+            f"the average is {distance:.3g} times the weights' norm away from "
+            "them: it no longer follows them",
+        )
 
 
 def describe(run: Run) -> dict:
@@ -159,8 +168,13 @@ def sample(run: Run, count: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Iterable[tuple[Tensor, Tensor]], alone: bool = False,
-             graph: StepGraph | None = None, rows: list | None = None) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    split: Iterable[tuple[Tensor, Tensor]],
+    alone: bool = False,
+    graph: StepGraph | None = None,
+    rows: list | None = None,
+) -> dict[str, float]:
     """Mean of every metric over all validation images of all ranks (`alone`: of this rank only),
     under the names val_*.
 
@@ -205,8 +219,9 @@ def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> dict[str, Tensor]:
     return {"pairs": F.pad(pairs, (0, 1)), "differ": F.pad(differ, (0, 1))}
 
 
-def in_halves(function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor,
-              graph: StepGraph | None = None) -> list[Any]:
+def in_halves(
+    function: Callable[[Tensor, Tensor], Any], x: Tensor, y: Tensor, graph: StepGraph | None = None
+) -> list[Any]:
     """[function(x, y)]; where memory ends, the results for the halves, or for their halves. The
     step's CUDA graph gives back its pool first."""
     try:
@@ -236,8 +251,10 @@ def contradictions(run: Run) -> list[str]:
         return said
     learns = run.scores["val_loss"] > 1e-3 * trend.start > 0  # else nothing may be left to learn
     if learns and trend.same_since and run.step - trend.same_since >= 0.2 * run.total_steps:
-        said.append(f"since step {trend.same_since} each validation has had the same scores to the "
-                    "last digit: it does not see the weights")
+        said.append(
+            f"since step {trend.same_since} each validation has had the same scores to the "
+            "last digit: it does not see the weights"
+        )
     now = describe_set(run)
     if run.healing.other_set or any(now[key] != run.identity[key] for key in now):
         said.append("the validation images are not those of the start")
@@ -262,9 +279,11 @@ def contradictions(run: Run) -> list[str]:
     differs |= n == total and abs(own_loss - loss) > 0.02 * own_loss + 1e-3
     # What is wrong has at most half of the probability: a loss of ln 2 or more.
     if differs or (1 - accuracy / 100) * math.log(2) > 1.01 * loss + 1e-3:
-        said.append(f"{n} validation images, counted again, have an accuracy of {100 * own:.4g} % "
-                    f"and a loss of {own_loss:.4g}: the validation says {accuracy:.4g} % and "
-                    f"{loss:.4g} of all")
+        said.append(
+            f"{n} validation images, counted again, have an accuracy of {100 * own:.4g} % "
+            f"and a loss of {own_loss:.4g}: the validation says {accuracy:.4g} % and "
+            f"{loss:.4g} of all"
+        )
     return said
 
 

@@ -249,8 +249,7 @@ class Overflow(Locator):
         norm, kinds = float(exact.norm()), []
         for dtype in HALF:
             rounded = [
-                a.to(dtype).to(a.dtype) if torch.is_tensor(a) and is_half(a) else a
-                for a in args
+                a.to(dtype).to(a.dtype) if torch.is_tensor(a) and is_half(a) else a for a in args
             ]
             inexact = numbers_of(self.func(*rounded)).double()
             kind = str(dtype).removeprefix("torch.")

@@ -350,7 +350,6 @@ class Loop(OutermostSteps):
             if some and held:
                 yield f"{text}: {few(sorted({names[id(p)] for p in some}), 6)}"
 
-
     def _params(self):
         return {p for root in list(self.names.roots) for p in root.parameters()}
 

@@ -185,9 +185,7 @@ class Replay:
             return None
         b.nan_to_num_(0.0, 0.0, 0.0)  # what is bad in it is this very write
         calls = self.recorder.needed([number])
-        again = Replay(
-            self.recorder, calls, [number], self.net, self.params, self.uninitialised
-        )
+        again = Replay(self.recorder, calls, [number], self.net, self.params, self.uninitialised)
         why = again.report()
         return why if why and why.op and not why.source else None
 

@@ -55,8 +55,10 @@ def totals(rows, says):
         sums[what] = count([row["right"][what] for row in rows])
     sums["crashes"] = sum(bool(row["crash"]) for row in rows)
     sums["islands that mend"] = count([row["island mends"] for row in rows])
-    sums["by kind"] = {kind: count([row["whole"] for row in rows if row["kind"] == kind])
-                       for kind in Counter(row["kind"] for row in rows)}
+    sums["by kind"] = {
+        kind: count([row["whole"] for row in rows if row["kind"] == kind])
+        for kind in Counter(row["kind"] for row in rows)
+    }
     return sums
 
 
@@ -98,8 +100,11 @@ def main(argv=None):
     args.smoke |= args.only != "*" or args.tool != ["*"]  # a part is no result
     cases = FRESH if args.fresh else CASES
     tools = tools_here(args.tool)
-    rows = {name: {"kind": case.kind, "cite": case.cite, "tools": {}}
-            for name, case in cases.items() if fnmatch(name, args.only)}
+    rows = {
+        name: {"kind": case.kind, "cite": case.cite, "tools": {}}
+        for name, case in cases.items()
+        if fnmatch(name, args.only)
+    }
     for tool in tools.values():
         initials = "  ".join(what[0] for what in ASKED)
         print(f"\n{tool.NAME:50} {initials}  ({', '.join(ASKED)}; . = not asked)")
@@ -110,8 +115,10 @@ def main(argv=None):
             said = done["crash"] or " | ".join(str(part) for part in done["said"].values() if part)
             wrong = False in done["right"].values()
             print(f"{name:50} {'  '.join(signs)}  {said if wrong else ''}"[:200])
-    sums = {name: totals([row["tools"][name] for row in rows.values()], tool.SAYS)
-            for name, tool in tools.items()}
+    sums = {
+        name: totals([row["tools"][name] for row in rows.values()], tool.SAYS)
+        for name, tool in tools.items()
+    }
     print(f"\n{table(sums)}")
     head = record.header("diagnosis_fresh" if args.fresh else "diagnosis", args)
     head |= {"versions": {name: version(tool) for name, tool in tools.items() if version(tool)}}

@@ -58,6 +58,7 @@ class Answer:
 
 # --- What is right
 
+
 def score(case, answer):
     """{what is asked: right?}; None where the case does not ask.
 
@@ -120,6 +121,7 @@ def mends(case, patterns):
 
 # --- What tools may use
 
+
 def is_bad(step):
     """Run the step plainly, as a loop would; is the loss, a gradient or the optimizer's state bad,
     or does it raise?
@@ -143,7 +145,7 @@ def beyond(t):
 
 
 def own_frame(frames):
-    """"file.py:123 in function" of the innermost frame that is no library's, or "".
+    """ "file.py:123 in function" of the innermost frame that is no library's, or "".
 
     `frames`: (file, line, function), the innermost last.
     """
@@ -160,6 +162,7 @@ def own_line(traceback):
 
 
 # --- One case, one tool
+
 
 def trial(tool, case):
     """What the tool said of the case, and what of it is right, for the raw file."""

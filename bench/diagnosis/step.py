@@ -47,8 +47,9 @@ class Step:
             loss = self.loss(net, *(x.float() for x in batch))
             loss.backward()
             return loss, {name: p.grad for name, p in net.named_parameters()}
-        with torch.autocast("cpu", self.half,
-                            enabled=self.half is not None and not fp32 and not self.pure):
+        with torch.autocast(
+            "cpu", self.half, enabled=self.half is not None and not fp32 and not self.pure
+        ):
             loss = self.loss(self.net, *batch).float()
         (loss * (1.0 if fp32 else self.scale)).backward()
         return loss
@@ -97,6 +98,7 @@ def cases_of(module):
 
 
 # --- What the cases are made of
+
 
 class Net(nn.Module):
     """Children by name, and a forward that is written in the case: there stands the guilty line."""

@@ -156,8 +156,10 @@ def sets(folder):
             words = command.split()
             words[:1] = [sys.executable, "-m", "pip"] if words[0] == "pip" else words[:1]
             if subprocess.run(words, cwd=folder).returncode:
-                raise SystemExit(f"{name} could not be fetched (is there a network?). "
-                                 f"If you have it, give its parent folder: --from DIR")
+                raise SystemExit(
+                    f"{name} could not be fetched (is there a network?). "
+                    f"If you have it, give its parent folder: --from DIR"
+                )
         for archive in folder.glob(f"{name}.tar.gz"):
             shutil.unpack_archive(archive, folder)
 
@@ -254,8 +256,11 @@ def outcome(program, folder):
         elif name_of_set == "grist":
             case = root / "scripts" / "study_case" / name
             scripts = folder / GRIST / "scripts"
-            shutil.copytree(scripts / "study_case" / name, case, ignore=shutil.ignore_patterns(
-                "*ubyte*", "*.pt"))
+            shutil.copytree(
+                scripts / "study_case" / name,
+                case,
+                ignore=shutil.ignore_patterns("*ubyte*", "*.pt"),
+            )
             for part in ("utils", "config"):
                 shutil.copytree(scripts / part, root / "scripts" / part)
             for file in root.glob("scripts/*/*"):
@@ -308,8 +313,9 @@ def main():
     for name, source in (("grist", GRIST), ("traincheck", TRAINCHECK), ("gallery", GALLERY)):
         if args.only not in (None, name):
             continue
-        version = subprocess.run(["git", "-C", folder / source, "rev-parse", "HEAD"],
-                                 capture_output=True, text=True).stdout.strip()
+        version = subprocess.run(
+            ["git", "-C", folder / source, "rev-parse", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
         head = header("outside", args) | {"source": source, "commit of the source": version}
         lines = [line.split(": ") for line in NOT_RUN.strip().splitlines()]
         rows = {k: {"not run": why} for k, why in lines if name == "traincheck"}

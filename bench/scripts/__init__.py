@@ -22,8 +22,11 @@ from bench.record import ROOT
 
 def lines_of(script, mark):
     """The lines of a script whose comment is this, or a list that has it."""
-    return [n for n, line in enumerate(script.splitlines(), 1)
-            if re.search(rf"# (.*, )?{mark}(,|$)", line)]
+    return [
+        n
+        for n, line in enumerate(script.splitlines(), 1)
+        if re.search(rf"# (.*, )?{mark}(,|$)", line)
+    ]
 
 
 class Case(NamedTuple):
@@ -37,8 +40,10 @@ class Case(NamedTuple):
 
     def found(self, said):
         """Is each of the words there?"""
-        return all(part.search(said) if isinstance(part, re.Pattern) else part in said
-                   for part in self.words)
+        return all(
+            part.search(said) if isinstance(part, re.Pattern) else part in said
+            for part in self.words
+        )
 
     def guilty(self):
         """The lines whose comment is the fault, or else "here"."""

@@ -243,49 +243,75 @@ for step in range(200):
 }
 
 FAULTY = {  # name: (what must be said, script)
-    "weights of a norm in bf16": ([r"1\.weight", "half .* last bit", "fp32"], """
+    "weights of a norm in bf16": (
+        [r"1\.weight", "half .* last bit", "fp32"],
+        """
 net = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 3)).bfloat16()
 def batch(step): x, y = data(step); return x.bfloat16(), y.bfloat16()
 loop(net, torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0), batch=batch)
-"""),
-    "most of each matrix in bf16": ([r"\b0\.weight", "half .* last bit", "fp32"], """
+""",
+    ),
+    "most of each matrix in bf16": (
+        [r"\b0\.weight", "half .* last bit", "fp32"],
+        """
 net = mlp().bfloat16()
 def batch(step): x, y = data(step); return x.bfloat16(), y.bfloat16()
 loop(net, torch.optim.AdamW(net.parameters(), 1e-5, weight_decay=0.0), batch=batch)
-"""),
-    "a group with lr 0": ([r"2\.weight", r"\blr\b.* 0\b"], """
+""",
+    ),
+    "a group with lr 0": (
+        [r"2\.weight", r"\blr\b.* 0\b"],
+        """
 net = mlp(); groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.0}]
 loop(net, torch.optim.AdamW(groups, 1e-2))
-"""),
-    "a schedule that ends early": ([r"\blr\b.* 0\b", r"step (29|30|31)\b"], """
+""",
+    ),
+    "a schedule that ends early": (
+        [r"\blr\b.* 0\b", r"step (29|30|31)\b"],
+        """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
 rate = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.0, 30)
 loop(net, opt, after=lambda step: rate.step())
-"""),
-    "a schedule for epochs, called each step": ([r"\blr\b.* fallen|\blr\b.*e-\d\d"], """
+""",
+    ),
+    "a schedule for epochs, called each step": (
+        [r"\blr\b.* fallen|\blr\b.*e-\d\d"],
+        """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
 rate = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
 loop(net, opt, 300, after=lambda step: rate.step())
-"""),
-    "a head that was replaced too late": ([r"\b2\.weight", "in (any|no) optimizer"], """
+""",
+    ),
+    "a head that was replaced too late": (
+        [r"\b2\.weight", "in (any|no) optimizer"],
+        """
 net = mlp(10); opt = torch.optim.AdamW(net.parameters(), 1e-2); net[2] = nn.Linear(32, 3)
 loop(net, opt)
-"""),
-    "a decoder that was forgotten": ([r"decoder", "in no optimizer"], """
+""",
+    ),
+    "a decoder that was forgotten": (
+        [r"decoder", "in no optimizer"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.encoder, self.decoder = mlp(16), nn.Linear(16, 3)
     def forward(self, x): return self.decoder(self.encoder(x))
 net = Net(); loop(net, torch.optim.AdamW(net.encoder.parameters(), 1e-2))
-"""),
-    "one parameter that was forgotten": (["scale", "in no optimizer"], """
+""",
+    ),
+    "one parameter that was forgotten": (
+        ["scale", "in no optimizer"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.layers, self.scale = mlp(), nn.Parameter(torch.ones(3))
     def forward(self, x): return self.layers(x) * self.scale
 net = Net(); loop(net, torch.optim.AdamW(net.layers.parameters(), 1e-2))
-"""),
-    "layers in a Python list": ([r"layers\W*0.*weight", "in no optimizer"], """
+""",
+    ),
+    "layers in a Python list": (
+        [r"layers\W*0.*weight", "in no optimizer"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
@@ -294,8 +320,11 @@ class Net(nn.Module):
         for layer in self.layers: x = layer(x).relu()
         return self.out(x)
 loop(Net())
-"""),
-    "a block in the middle that is frozen": ([r"blocks\.2", "requires_grad"], """
+""",
+    ),
+    "a block in the middle that is frozen": (
+        [r"blocks\.2", "requires_grad"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
@@ -304,48 +333,72 @@ class Net(nn.Module):
         for block in self.blocks: x = x + block(x).relu()
         return self.out(x)
 loop(Net())
-"""),
-    "an encoder that is detached": (["encoder", "no gradient"], """
+""",
+    ),
+    "an encoder that is detached": (
+        ["encoder", "no gradient"],
+        """
 class Net(nn.Module):
     def __init__(self): super().__init__(); self.encoder, self.head = mlp(16), nn.Linear(16, 3)
     def forward(self, x):
         h = self.encoder(x); h = h.detach() / h.detach().norm(dim=1, keepdim=True)
         return self.head(h)
 loop(Net())
-"""),
-    "features through NumPy": (["body", "no gradient"], """
+""",
+    ),
+    "features through NumPy": (
+        ["body", "no gradient"],
+        """
 class Net(nn.Module):
     def __init__(self): super().__init__(); self.body, self.head = mlp(16), nn.Linear(16, 3)
     def forward(self, x): return self.head(torch.tensor(self.body(x).tolist()))
 loop(Net())
-"""),
-    "zero_grad before the step": (["had a gradient|no gradient", "zero_grad"], """
+""",
+    ),
+    "zero_grad before the step": (
+        ["had a gradient|no gradient", "zero_grad"],
+        """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
 for step in range(60):
     x, y = data(step); F.mse_loss(net(x), y).backward(); opt.zero_grad(); opt.step()
-"""),
-    "a dead ReLU": ([r"\b0\.weight", "0 at every|exactly 0"], """
+""",
+    ),
+    "a dead ReLU": (
+        [r"\b0\.weight", "0 at every|exactly 0"],
+        """
 net = mlp(); nn.init.constant_(net[0].bias, -100.0); loop(net)
-"""),
-    "the optimizer of another copy": (["had a gradient", "other tensors|in no optimizer"], """
+""",
+    ),
+    "the optimizer of another copy": (
+        ["had a gradient", "other tensors|in no optimizer"],
+        """
 net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-2)
 net = copy.deepcopy(net); loop(net, opt)
-"""),
-    "a spike of two inputs": ([r"step 120\b", r"\b3, 7\b", r"\bup to\b"], """
+""",
+    ),
+    "a spike of two inputs": (
+        [r"step 120\b", r"\b3, 7\b", r"\bup to\b"],
+        """
 def batch(step):
     x, y = data(step)
     if step == 120: x[[3, 7]] *= 1000
     return x, y
 net = mlp(); loop(net, torch.optim.AdamW(net.parameters(), 3e-3), 250, batch)
-"""),
-    "a spike of one target": ([r"step 120\b", r"\b5\b", r"\bup to\b"], """
+""",
+    ),
+    "a spike of one target": (
+        [r"step 120\b", r"\b5\b", r"\bup to\b"],
+        """
 def batch(step):
     x, y = data(step)
     if step == 120: y[5] = 500.0
     return x, y
 loop(mlp(), steps=250, batch=batch)
-"""),
-    "a spike of a row of padding": ([r"step 130\b", r"\b2\b", "padding|all 0|alike"], """
+""",
+    ),
+    "a spike of a row of padding": (
+        [r"step 130\b", r"\b2\b", "padding|all 0|alike"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.table, self.out = nn.Embedding(50, 8), nn.Linear(8, 3)
@@ -357,8 +410,11 @@ def batch(step):
     if step == 130: x[2] = 0
     return x, (x[:, 0] + 2) % 3
 net = Net(); loop(net, torch.optim.SGD(net.parameters(), 0.1), 250, batch, F.cross_entropy)
-"""),
-    "a spike of a long row": ([r"step 110\b", r"\b9\b", "long"], """
+""",
+    ),
+    "a spike of a long row": (
+        [r"step 110\b", r"\b9\b", "long"],
+        """
 class Net(nn.Module):
     def __init__(self):
         super().__init__(); self.table = nn.Embedding(50, 8, padding_idx=0)
@@ -369,16 +425,22 @@ def batch(step):
     if step == 110: x[9] = torch.randint(1, 50, (200,))
     return x, (x % 3).float().sum(1).clamp(max=9)
 net = Net(); loop(net, torch.optim.AdamW(net.parameters(), 3e-2), 250, batch)
-"""),
-    "a rate that was mistyped": ([r"step 10[0-9]\b", "not come back|lr|learning rate"], """
+""",
+    ),
+    "a rate that was mistyped": (
+        [r"step 10[0-9]\b", "not come back|lr|learning rate"],
+        """
 net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.01)
 def after(step): opt.param_groups[0]["lr"] = 12.0 if step == 101 else 0.01
 loop(net, opt, 140, loss_of=F.l1_loss, batch=lambda s: [t * 3 for t in data(s)], after=after)
-"""),
+""",
+    ),
 }
 
 CASES = [
     *(Case(name, PRELUDE + script, 0, ()) for name, script in HEALTHY.items()),
-    *(Case(name, PRELUDE + script, 0, tuple(map(re.compile, words)))
-      for name, (words, script) in FAULTY.items()),
+    *(
+        Case(name, PRELUDE + script, 0, tuple(map(re.compile, words)))
+        for name, (words, script) in FAULTY.items()
+    ),
 ]

@@ -27,7 +27,9 @@ from torch.nn import functional as F
 torch.manual_seed(0)
 fault = sys.argv[1] if len(sys.argv) > 1 else ""
 """
-CLASSIFIER = PREAMBLE + """
+CLASSIFIER = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -88,25 +90,45 @@ with torch.no_grad():
     net.eval()
     print(net(torch.randn(3, 8)).sum().item().hex())
 """
+)
 
 
-tells("a clean script prints the same bits and one line says what was seen", CLASSIFIER, 0,
-      {"": "6 steps, nothing non-finite, largest gradient norm "})
+tells(
+    "a clean script prints the same bits and one line says what was seen",
+    CLASSIFIER,
+    0,
+    {"": "6 steps, nothing non-finite, largest gradient norm "},
+)
 
 
-tells("a fault in a module is named in the same process", CLASSIFIER, 3, {
-    "division": "-> divergence ... at step 3",
-    "root": "-> divergence ... at step 3",
-    "masked row": "-> divergence ... at step 3",
-    "evaluation": "-> divergence",
-    "input": "-> data ... at step 3",
-})
-tells("a fault outside of modules is named in the same process", CLASSIFIER, 3, {
-    "target": "-> data", "leaves": "-> data", "fp16": "-> precision", "bf16": "-> divergence",
-})
+tells(
+    "a fault in a module is named in the same process",
+    CLASSIFIER,
+    3,
+    {
+        "division": "-> divergence ... at step 3",
+        "root": "-> divergence ... at step 3",
+        "masked row": "-> divergence ... at step 3",
+        "evaluation": "-> divergence",
+        "input": "-> data ... at step 3",
+    },
+)
+tells(
+    "a fault outside of modules is named in the same process",
+    CLASSIFIER,
+    3,
+    {
+        "target": "-> data",
+        "leaves": "-> data",
+        "fp16": "-> precision",
+        "bf16": "-> divergence",
+    },
+)
 
 
-LEFT_OVER = PREAMBLE + """
+LEFT_OVER = (
+    PREAMBLE
+    + """
 import ctypes, numpy
 net = nn.Linear(4, 3)
 if fault == "accumulated":
@@ -134,18 +156,26 @@ for step in range(6):
         net(x + room).square().mean().backward()
     optimizer.step()
 """
+)
 
 
-tells("kinds that look like another", LEFT_OVER, 3, {
-    "accumulated": "-> precision ... aten.add_.Tensor outside of any module (backward of "
-                   "AccumulateGrad) ... in micro-batch 4 of 8 ... the gradient of weight",
-    "overwritten": "-> precision",
-    "numpy": "first to use a tensor from outside of torch (NumPy, a file) (script.py:26",
-    "opaque": "an opaque kernel",
-})
+tells(
+    "kinds that look like another",
+    LEFT_OVER,
+    3,
+    {
+        "accumulated": "-> precision ... aten.add_.Tensor outside of any module (backward of "
+        "AccumulateGrad) ... in micro-batch 4 of 8 ... the gradient of weight",
+        "overwritten": "-> precision",
+        "numpy": "first to use a tensor from outside of torch (NumPy, a file) (script.py:26",
+        "opaque": "an opaque kernel",
+    },
+)
 
 
-OTHERS = PREAMBLE + """
+OTHERS = (
+    PREAMBLE
+    + """
 import random
 kind = fault.removeprefix("bad ")
 fault = fault != kind
@@ -235,18 +265,30 @@ elif kind == "compile":
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(loss.item().hex())
 """
+)
 
 
 OTHER_LOOPS = ("dict", "closure", "two optimizers", "no optimizer", "compile")
-tells("other kinds of loops run unchanged", OTHERS, 0,
-      dict.fromkeys((*OTHER_LOOPS, "loader"), "nothing non-finite"))
-tells("the fault of another kind of loop is named", OTHERS, 3, {
-    **dict.fromkeys([f"bad {kind}" for kind in OTHER_LOOPS], "-> divergence"),
-    "bad loader": "-> data ... samples 3 of",
-})
+tells(
+    "other kinds of loops run unchanged",
+    OTHERS,
+    0,
+    dict.fromkeys((*OTHER_LOOPS, "loader"), "nothing non-finite"),
+)
+tells(
+    "the fault of another kind of loop is named",
+    OTHERS,
+    3,
+    {
+        **dict.fromkeys([f"bad {kind}" for kind in OTHER_LOOPS], "-> divergence"),
+        "bad loader": "-> data ... samples 3 of",
+    },
+)
 
 
-SCALED = PREAMBLE + """
+SCALED = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
@@ -262,17 +304,30 @@ for step in range(60):
     scaler.update()
     print(step, loss.item().hex(), scaler.get_scale())
 """
+)
 
 
-tells("a skip of the loss scaler is calibration", SCALED, 0, {
-    "": "60 steps,  ...  of them skipped by the loss scaler",
-})
-tells("skips of the loss scaler that go on are a fault", SCALED, 3, {
-    "skips": "-> precision ... the loss scale falls under 1",
-})
+tells(
+    "a skip of the loss scaler is calibration",
+    SCALED,
+    0,
+    {
+        "": "60 steps,  ...  of them skipped by the loss scaler",
+    },
+)
+tells(
+    "skips of the loss scaler that go on are a fault",
+    SCALED,
+    3,
+    {
+        "skips": "-> precision ... the loss scale falls under 1",
+    },
+)
 
 
-NEVER_SILENT = PREAMBLE + """
+NEVER_SILENT = (
+    PREAMBLE
+    + """
 import threading
 class Net(nn.Module):
     def __init__(self):
@@ -344,30 +399,43 @@ if fault == "thread":
 else:
     train()
 """
+)
 
 
-tells("it is never silent about a bad number", NEVER_SILENT, 3, {
-    "raises": "-> divergence",
-    "raises inside": "-> divergence",
-    "passes over": "-> divergence",
-    "print": "-> divergence",
-    "by hand": "-> divergence",
-    "own optimizer": "made by Own ... runs again",
-    "eps": "eps=0 is exactly 0",
-    "moment": "exp_avg of fc.weight is nan as loaded at script.py",
-    "validation": "the script read nan at",
-})
-tells("it is never silent about a bad number", NEVER_SILENT, 0, {
-    "half weights": "2 bfloat16 tensors had gradients at every step read and never changed",
-    "count": "before any backward pass: passed over ... nothing non-finite",
-    "negative": "a learning rate is negative: -0.001",
-    "process": "processes, which are not watched ... nothing non-finite",
-    "thread": "in another thread -- not nothing non-finite",
-})
+tells(
+    "it is never silent about a bad number",
+    NEVER_SILENT,
+    3,
+    {
+        "raises": "-> divergence",
+        "raises inside": "-> divergence",
+        "passes over": "-> divergence",
+        "print": "-> divergence",
+        "by hand": "-> divergence",
+        "own optimizer": "made by Own ... runs again",
+        "eps": "eps=0 is exactly 0",
+        "moment": "exp_avg of fc.weight is nan as loaded at script.py",
+        "validation": "the script read nan at",
+    },
+)
+tells(
+    "it is never silent about a bad number",
+    NEVER_SILENT,
+    0,
+    {
+        "half weights": "2 bfloat16 tensors had gradients at every step read and never changed",
+        "count": "before any backward pass: passed over ... nothing non-finite",
+        "negative": "a learning rate is negative: -0.001",
+        "process": "processes, which are not watched ... nothing non-finite",
+        "thread": "in another thread -- not nothing non-finite",
+    },
+)
 
 
 # finite.py has 20 faulty scripts more.
-FINITE = PREAMBLE + """
+FINITE = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -419,24 +487,36 @@ for step in range(120):
         gain.grad = None
 print([p.double().sum().item() for p in net.parameters()], torch.rand(()))
 """
+)
 
 
-tells("a finite run that is wrong is told so and is unchanged", FINITE, 0, {
-    "half": "layers.0.weight ... below half the last bit ... keep the weights in fp32",
-    "no rate": "the lr of head.weight, head.bias was 0 at every step",
-    "schedule": "was 0 since step 40 of 120",
-    "forgotten": "gain got gradients at every step read, are in no optimizer",
-    "frozen": "layers.1.weight, layers.1.bias: requires_grad is False",
-    "detached": "no gradient has reached layers.0.weight ... the loss depends on them: data at",
-    "cleared": "none of its 11 parameters had a gradient ... zero_grad()",
-    "rows": "step 90: the loss jumped ... it came back at step  ... Rows 2, 11 of 16 ... 4e+03",
-    "whole batch": "step 90: the loss jumped ... the first step to run script.py:",
-})
-tells("a healthy run is not accused", FINITE, 0,
-      dict.fromkeys(["", "frozen beginning", "written by hand"], ""))
+tells(
+    "a finite run that is wrong is told so and is unchanged",
+    FINITE,
+    0,
+    {
+        "half": "layers.0.weight ... below half the last bit ... keep the weights in fp32",
+        "no rate": "the lr of head.weight, head.bias was 0 at every step",
+        "schedule": "was 0 since step 40 of 120",
+        "forgotten": "gain got gradients at every step read, are in no optimizer",
+        "frozen": "layers.1.weight, layers.1.bias: requires_grad is False",
+        "detached": "no gradient has reached layers.0.weight ... the loss depends on them: data at",
+        "cleared": "none of its 11 parameters had a gradient ... zero_grad()",
+        "rows": "step 90: the loss jumped ... it came back at step  ... Rows 2, 11 of 16 ... 4e+03",
+        "whole batch": "step 90: the loss jumped ... the first step to run script.py:",
+    },
+)
+tells(
+    "a healthy run is not accused",
+    FINITE,
+    0,
+    dict.fromkeys(["", "frozen beginning", "written by hand"], ""),
+)
 
 
-LOOP = PREAMBLE + """
+LOOP = (
+    PREAMBLE
+    + """
 class Body(nn.Linear):
     def forward(self, x):
         with torch.set_grad_enabled(fault != "no grad" and torch.is_grad_enabled()):
@@ -485,22 +565,30 @@ def main():
 
 main()
 """
+)
 
 
-tells("a loop in a function that is wrong is told so", LOOP, 0, {
-    "asked": "",
-    "no grad": "no gradient has reached body.weight, body.bias ... runs under torch.no_grad()",
-    "all frozen": "none of its 4 parameters had a gradient ... requires_grad is False for each",
-    "replaced": "head.weight, head.bias got gradients ... holds 2 tensors that no module holds",
-    "twice": "Linear.weight, Linear.bias got gradients ... two optimizers hold Net.body.weight",
-    "no step": "Adam has made no step, though body.weight ... does the script reach step()?",
-    "flattened": "step 90: the loss jumped ... Row 3 of 8 (from 0) carries it",
-    "label": "step 150: the loss jumped ... Row 5 of 8 ... In int64[8] they hold 0: right?",
-    "units": "step 90: the loss jumped ... (the batches read before: up to",
-})
+tells(
+    "a loop in a function that is wrong is told so",
+    LOOP,
+    0,
+    {
+        "asked": "",
+        "no grad": "no gradient has reached body.weight, body.bias ... runs under torch.no_grad()",
+        "all frozen": "none of its 4 parameters had a gradient ... requires_grad is False for each",
+        "replaced": "head.weight, head.bias got gradients ... holds 2 tensors that no module holds",
+        "twice": "Linear.weight, Linear.bias got gradients ... two optimizers hold Net.body.weight",
+        "no step": "Adam has made no step, though body.weight ... does the script reach step()?",
+        "flattened": "step 90: the loss jumped ... Row 3 of 8 (from 0) carries it",
+        "label": "step 150: the loss jumped ... Row 5 of 8 ... In int64[8] they hold 0: right?",
+        "units": "step 90: the loss jumped ... (the batches read before: up to",
+    },
+)
 
 
-ENDS = PREAMBLE + """
+ENDS = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -581,37 +669,47 @@ for step in range(100):
             p = p - 1e-2 * p.grad
     net.eval()
 """
+)
 
 
-tells("where a gradient ends is named", ENDS, 0, {
-    "": "",
-    "zeros": "the gradient of down, up was exactly 0 ... becomes 0 in Mm ... nothing but 0",
-    "plain tensor": "shift got gradients ... plain tensors are no parameters: nn.Parameter",
-    "dict": "heads.more.weight, heads.more.bias got gradients ... plain Python dict",
-    "list of tensors": "gains.0 got gradients ... use nn.ParameterList",
-    "compared": "no gradient has reached ... shift ... gt at script.py:",
-    "numpy": "no gradient has reached ... shift ... detach at script.py:",
-    "sign": "the gradient of  ... it becomes 0 in SignBackward0 of script.py:",
-    "softmax of one": "the gradient of  ... it becomes 0 in SoftmaxBackward0 of script.py:",
-    "result": "row got gradients ... what their module holds was made of an nn.Parameter",
-    "dies": "each gradient of SGD is exactly 0 since step  ... becomes 0 in ReluBackward0",
-    "chosen": "no gradient has reached up ... argmax at script.py:",
-    "begins to die": "the gradient of down, up,  ... 0 at each step read since  ... ReluBackward0",
-    "fast decay": "no weight of SGD has moved since step  ... once a batch, and not once",
-    "attribute": "body.weight, body.bias: requires_grad = True ... theirs is False",
-    "attribute in vain": "body.weight, body.bias: requires_grad = False ... theirs is True",
-    "new tensor": "had a gradient in any: at script.py: ... begins at a new tensor",
-    "new result": "had a gradient in any: the graph of the loss ... ends at a float32",
-    "helper": "a parameter float32[16] got gradients ... no module lists them",
-    "unfrozen alone": "late got gradients at every step read of late ... add_param_group()",
-    "made anew": "a forward makes weights of the shapes [16], [16, 16] anew",
-    "empty group": "body.weight, body.bias got gradients ... group of SGD is empty",
-    "loads nothing": "has loaded none of 11 tensors ... like module.",
-    "by hand": "got gradients in 100 backward passes and never changed ... in place",
-})
+tells(
+    "where a gradient ends is named",
+    ENDS,
+    0,
+    {
+        "": "",
+        "zeros": "the gradient of down, up was exactly 0 ... becomes 0 in Mm ... nothing but 0",
+        "plain tensor": "shift got gradients ... plain tensors are no parameters: nn.Parameter",
+        "dict": "heads.more.weight, heads.more.bias got gradients ... plain Python dict",
+        "list of tensors": "gains.0 got gradients ... use nn.ParameterList",
+        "compared": "no gradient has reached ... shift ... gt at script.py:",
+        "numpy": "no gradient has reached ... shift ... detach at script.py:",
+        "sign": "the gradient of  ... it becomes 0 in SignBackward0 of script.py:",
+        "softmax of one": "the gradient of  ... it becomes 0 in SoftmaxBackward0 of script.py:",
+        "result": "row got gradients ... what their module holds was made of an nn.Parameter",
+        "dies": "each gradient of SGD is exactly 0 since step  ... becomes 0 in ReluBackward0",
+        "chosen": "no gradient has reached up ... argmax at script.py:",
+        "begins to die": (
+            "the gradient of down, up,  ... 0 at each step read since  ... ReluBackward0"
+        ),
+        "fast decay": "no weight of SGD has moved since step  ... once a batch, and not once",
+        "attribute": "body.weight, body.bias: requires_grad = True ... theirs is False",
+        "attribute in vain": "body.weight, body.bias: requires_grad = False ... theirs is True",
+        "new tensor": "had a gradient in any: at script.py: ... begins at a new tensor",
+        "new result": "had a gradient in any: the graph of the loss ... ends at a float32",
+        "helper": "a parameter float32[16] got gradients ... no module lists them",
+        "unfrozen alone": "late got gradients at every step read of late ... add_param_group()",
+        "made anew": "a forward makes weights of the shapes [16], [16, 16] anew",
+        "empty group": "body.weight, body.bias got gradients ... group of SGD is empty",
+        "loads nothing": "has loaded none of 11 tensors ... like module.",
+        "by hand": "got gradients in 100 backward passes and never changed ... in place",
+    },
+)
 
 
-JUMP = PREAMBLE + """
+JUMP = (
+    PREAMBLE
+    + """
 import copy
 net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.9 if fault == "mode" else 0.0),
                     nn.Linear(32, 3))
@@ -669,25 +767,36 @@ for step in range(200):
             for p in target.parameters():
                 p.mul_(9)
 """
+)
 
 
-tells("what a jump came with is told", JUMP, 0, {
-    "": "", "target": "", "fold": "",
-    "alike": "In int64[32] all hold 1",
-    "unfrozen": "gain moved for the first time, with lr 0.01",
-    "batch": "The whole batch carries it",
-    "line": "the first step to run script.py:",
-    "weights": "weights were written at script.py:",
-    "mode": "in train() mode, and in eval()",
-    "rate": "At step 150 the lr rose from 0.01 to 1",
-    "rate, once": "At step 150 the lr rose from 0.01 to 10000",
-    "passes": "60 backward passes led to it, 1 to those",
-    "units": "holds numbers up to ",
-    "term": "% is the term of script.py:",
-})
+tells(
+    "what a jump came with is told",
+    JUMP,
+    0,
+    {
+        "": "",
+        "target": "",
+        "fold": "",
+        "alike": "In int64[32] all hold 1",
+        "unfrozen": "gain moved for the first time, with lr 0.01",
+        "batch": "The whole batch carries it",
+        "line": "the first step to run script.py:",
+        "weights": "weights were written at script.py:",
+        "mode": "in train() mode, and in eval()",
+        "rate": "At step 150 the lr rose from 0.01 to 1",
+        "rate, once": "At step 150 the lr rose from 0.01 to 10000",
+        "passes": "60 backward passes led to it, 1 to those",
+        "units": "holds numbers up to ",
+        "term": "% is the term of script.py:",
+    },
+)
 
 
-tells("a run that resumes without the state of its optimizer is told so", PREAMBLE + """
+tells(
+    "a run that resumes without the state of its optimizer is told so",
+    PREAMBLE
+    + """
 def build():
     optimizer = torch.optim.AdamW(net.parameters(), 3e-2)
     return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
@@ -703,10 +812,16 @@ for step in range(120):
     loss.backward()
     optimizer.step()
     schedule.step()
-""", 0, {"": "since step 95, which began without the state of the one before"})
+""",
+    0,
+    {"": "since step 95, which began without the state of the one before"},
+)
 
 
-tells("a script that builds an optimizer for each task does not wait for the watch", PREAMBLE + """
+tells(
+    "a script that builds an optimizer for each task does not wait for the watch",
+    PREAMBLE
+    + """
 import copy, gc
 searches, search = [], gc.get_objects
 gc.get_objects = lambda *args: searches.append(1) or search(*args)
@@ -719,10 +834,16 @@ for task in range(40):
         fast(torch.randn(8, 4)).square().mean().backward()
         inner.step()
 assert len(searches) < 30
-""", 0, {"": ""})
+""",
+    0,
+    {"": ""},
+)
 
 
-tells("a divergence names the tensor whose gradient has grown", PREAMBLE + """
+tells(
+    "a divergence names the tensor whose gradient has grown",
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(net.parameters(), float(fault))  # |1 - 2 lr| times a step
 for step in range(3000):
@@ -730,14 +851,19 @@ for step in range(3000):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-""", 3, {
-    "3": "try: a lower learning rate: the norm of the weights has grown from 2.01 to  ... "
-         "the gradient norm has grown:  ... ; of 0.weight: 7.45e+15, ",
-    "1.15": "try: a lower learning rate: ... gradient norms, of every 16th step:  ... 0.weight",
-})
+""",
+    3,
+    {
+        "3": "try: a lower learning rate: the norm of the weights has grown from 2.01 to  ... "
+        "the gradient norm has grown:  ... ; of 0.weight: 7.45e+15, ",
+        "1.15": "try: a lower learning rate: ... gradient norms, of every 16th step:  ... 0.weight",
+    },
+)
 
 
-LARGE = PREAMBLE + """
+LARGE = (
+    PREAMBLE
+    + """
 net = nn.Linear(64, 64)
 optimizer = torch.optim.SGD(net.parameters(), 1e-25)
 for step in range(2):
@@ -748,16 +874,27 @@ for step in range(2):
         loss = loss + x[:, 0].exp().mean()  # exp
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
+)
 
 
-tells("elements are judged, and not norms", LARGE, 0, {
-    "": "2 steps, nothing non-finite", "norm": "2 steps, nothing non-finite",
-    "element": "the gradient of weight was 1.56e+21 at step 0 ... finite, but its square is not",
-})
+tells(
+    "elements are judged, and not norms",
+    LARGE,
+    0,
+    {
+        "": "2 steps, nothing non-finite",
+        "norm": "2 steps, nothing non-finite",
+        "element": (
+            "the gradient of weight was 1.56e+21 at step 0 ... finite, but its square is not"
+        ),
+    },
+)
 tells("a large finite number names no sample", LARGE, 3, {"exp": "samples 3 of 16"})
 
 
-SMALL = PREAMBLE + """
+SMALL = (
+    PREAMBLE
+    + """
 net = nn.Linear(3, 2)
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 table = torch.linspace(1, 0, 50)
@@ -786,21 +923,34 @@ with torch.no_grad():
     target[6] *= fault != "metric"
     print(((net(x).sum(1) - target) / target).abs().mean().item())  # metric
 """
+)
 
 
-tells("samples, columns, scales and metrics", SMALL, 3, {
-    "drawn": "samples 5 of 8",
-    "column": "input holds nan in columns 1 of 3",
-})
-tells("samples, columns, scales and metrics", SMALL, 0, {
-    "large moment": "nothing non-finite",
-    "scaled, divided by hand": "nothing non-finite",
-    "scaled": "Adam steps with gradients 1024 times too large: scaler.step(optimizer)",
-    "metric": ": aten.div.Tensor at script.py:",
-})
+tells(
+    "samples, columns, scales and metrics",
+    SMALL,
+    3,
+    {
+        "drawn": "samples 5 of 8",
+        "column": "input holds nan in columns 1 of 3",
+    },
+)
+tells(
+    "samples, columns, scales and metrics",
+    SMALL,
+    0,
+    {
+        "large moment": "nothing non-finite",
+        "scaled, divided by hand": "nothing non-finite",
+        "scaled": "Adam steps with gradients 1024 times too large: scaler.step(optimizer)",
+        "metric": ": aten.div.Tensor at script.py:",
+    },
+)
 
 
-KINDS = PREAMBLE + """
+KINDS = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 13)
@@ -837,21 +987,29 @@ for step, x in enumerate(data.split(8)):
             if fault == "carried":
                 total = total / count  # carried
 """
+)
 
 
 tells("kinds that were met in other people's scripts", KINDS, 0, {"": "nothing non-finite"})
-tells("kinds that were met in other people's scripts", KINDS, 3, {
-    "cut before": "samples 5 of 8 ",
-    "table": "-> divergence",
-    "weights": "into 3.weight is nan",
-    "metric": "-> divergence",
-    "read between": "x / (y + eps), eps = 1e-6 at script.py",
-    "scaler by half": "and scaler.update() after it",
-})
+tells(
+    "kinds that were met in other people's scripts",
+    KINDS,
+    3,
+    {
+        "cut before": "samples 5 of 8 ",
+        "table": "-> divergence",
+        "weights": "into 3.weight is nan",
+        "metric": "-> divergence",
+        "read between": "x / (y + eps), eps = 1e-6 at script.py",
+        "scaler by half": "and scaler.update() after it",
+    },
+)
 tells("an exception of a finite step keeps its exit code", KINDS, 1, {"raises finite": "-> error"})
 
 
-EDGES = PREAMBLE + """
+EDGES = (
+    PREAMBLE
+    + """
 import copy
 import numpy
 class Net(nn.Module):
@@ -974,42 +1132,56 @@ if fault == "torch.func":
     losses = torch.func.vmap(torch.func.grad_and_value(loss_of), (None, 0))
     print(losses(dict(net.last.named_parameters()), x)[1].sum().item())
 """
+)
 
 
-tells("kinds at the edges of what is written down", EDGES, 0, {
-    "": "8 steps, nothing non-finite",
-    "norm": "skipped by the loss scaler, nothing non-finite",
-})
-tells("kinds at the edges of what is written down", EDGES, 1,
-      {"raises": "-> error ... by Own.step()"})
-tells("kinds at the edges of what is written down", EDGES, 3, {
-    "made bad": "it went into buffer mean",
-    "module writes": "samples 5 of 8 ",
-    "script writes": "samples 5 of 8 ",
-    "keyword": "index 9 is not in 0..8",
-    "fetched ahead": "samples 5 of",
-    "forward spoils": "buffer mean is inf at step 3",
-    "torch.func": "-> divergence",
-    "first written late": "buffer mean is inf at step 6",
-    "loaded": "already bad: buffer mean, made at script.py",
-    "eps in half": "eps = 1e-4",
-    "exp in half": "exp(x.clamp(max=10))",
-    "tiny": "as small as 9.81e-45",
-    "refreshed": "try: division by zero",
-    "rolled back": "buffer mean was written at",
-    "number": "it divides by the number 0 ... runs again",
-    "array": "-> data",
-    "bad number": "bad before torch saw it",
-    "never written": "initialise it",
-    "own scale": "scale 1.67772e+07) -> calibration",
-    "grows": "the gradient norm has grown: ",
-    "average": "divides by the number 0",
-    "two optimizers": "try: scaler.step(optimizer)",
-    "unscaled": "-> calibration",
-})
+tells(
+    "kinds at the edges of what is written down",
+    EDGES,
+    0,
+    {
+        "": "8 steps, nothing non-finite",
+        "norm": "skipped by the loss scaler, nothing non-finite",
+    },
+)
+tells(
+    "kinds at the edges of what is written down", EDGES, 1, {"raises": "-> error ... by Own.step()"}
+)
+tells(
+    "kinds at the edges of what is written down",
+    EDGES,
+    3,
+    {
+        "made bad": "it went into buffer mean",
+        "module writes": "samples 5 of 8 ",
+        "script writes": "samples 5 of 8 ",
+        "keyword": "index 9 is not in 0..8",
+        "fetched ahead": "samples 5 of",
+        "forward spoils": "buffer mean is inf at step 3",
+        "torch.func": "-> divergence",
+        "first written late": "buffer mean is inf at step 6",
+        "loaded": "already bad: buffer mean, made at script.py",
+        "eps in half": "eps = 1e-4",
+        "exp in half": "exp(x.clamp(max=10))",
+        "tiny": "as small as 9.81e-45",
+        "refreshed": "try: division by zero",
+        "rolled back": "buffer mean was written at",
+        "number": "it divides by the number 0 ... runs again",
+        "array": "-> data",
+        "bad number": "bad before torch saw it",
+        "never written": "initialise it",
+        "own scale": "scale 1.67772e+07) -> calibration",
+        "grows": "the gradient norm has grown: ",
+        "average": "divides by the number 0",
+        "two optimizers": "try: scaler.step(optimizer)",
+        "unscaled": "-> calibration",
+    },
+)
 
 
-FORMS = PREAMBLE + """
+FORMS = (
+    PREAMBLE
+    + """
 def spoilt(out, bad):
     return out + 0.01 * (out.abs() * bad + 1e-3 * bad).log()  # here
 
@@ -1083,28 +1255,42 @@ for step in range(9):
         print(torch.nn.utils.clip_grad_norm_(params, 1.0).item())
     scaler.step(optimizer); scaler.update()
 """
+)
 
 
-tells("a step of any form is made again", FORMS, 3, {
-    "custom function": "-> divergence ... samples 3 of ",
-    "custom backward": "-> divergence ... samples 3 of ",
-    "no module": "-> divergence ... samples 3 of ",
-    "functional_call": "-> divergence ... samples 3 of ",
-    "time first": "-> divergence ... samples 3 of ",
-    "packed": "-> divergence",  # torch 2.9 packs by an operation that is not followed
-    "labels": "-> data ... samples 3 of ",
-    "in turns": "-> divergence ... samples 3 of ",
-    "half": "-> precision ... samples 3 of ",
-    "by hand": "-> divergence ... samples 3 of ",
-    "scaler": "-> divergence ... samples 3 of ",
-    "traced": "-> divergence ... samples 3 of ",
-})
-tells("good numbers that spoil a weight are not the optimizer's work", FORMS, 3, {
-    "renormed": "-> divergence ... x / (y + eps)", "set": "-> weights",
-})
+tells(
+    "a step of any form is made again",
+    FORMS,
+    3,
+    {
+        "custom function": "-> divergence ... samples 3 of ",
+        "custom backward": "-> divergence ... samples 3 of ",
+        "no module": "-> divergence ... samples 3 of ",
+        "functional_call": "-> divergence ... samples 3 of ",
+        "time first": "-> divergence ... samples 3 of ",
+        "packed": "-> divergence",  # torch 2.9 packs by an operation that is not followed
+        "labels": "-> data ... samples 3 of ",
+        "in turns": "-> divergence ... samples 3 of ",
+        "half": "-> precision ... samples 3 of ",
+        "by hand": "-> divergence ... samples 3 of ",
+        "scaler": "-> divergence ... samples 3 of ",
+        "traced": "-> divergence ... samples 3 of ",
+    },
+)
+tells(
+    "good numbers that spoil a weight are not the optimizer's work",
+    FORMS,
+    3,
+    {
+        "renormed": "-> divergence ... x / (y + eps)",
+        "set": "-> weights",
+    },
+)
 
 
-MIXTURE = PREAMBLE + """
+MIXTURE = (
+    PREAMBLE
+    + """
 class Mixture(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1130,16 +1316,25 @@ for step in range(8):
     print(step, loss.item().hex(), net.calls, net.norm.running_var.sum().item().hex())
 print("the script ends", file=sys.stderr)
 """
+)
 
 
 # A step that is made again between its forward and its backward changes no later number.
 tells("what a forward leaves on its module is put back", MIXTURE, 0, {"": "read -inf at"})
-tells("what a forward leaves on its module is followed", MIXTURE, 3, {
-    "left": "-> divergence", "metric": "-> divergence ... the script ends",
-})
+tells(
+    "what a forward leaves on its module is followed",
+    MIXTURE,
+    3,
+    {
+        "left": "-> divergence",
+        "metric": "-> divergence ... the script ends",
+    },
+)
 
 
-INSIDE = PREAMBLE + """
+INSIDE = (
+    PREAMBLE
+    + """
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1186,17 +1381,30 @@ def main():
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 main()
 """
+)
 
 
-tells("half that a forward enters by itself is precision and no hardware", INSIDE, 3,
-      {"log": "-> precision ... (bfloat16)  -- not hardware"})
-tells("all modules of a kind are tried together under the name of their owner", INSIDE, 3,
-      dict.fromkeys(("one tensor", "tuple", "keyword"),
-                    "-> precision ... in model.layers.0 ... "
-                    "tried: model.layers.* in fp32, result in fp32: finite"))
+tells(
+    "half that a forward enters by itself is precision and no hardware",
+    INSIDE,
+    3,
+    {"log": "-> precision ... (bfloat16)  -- not hardware"},
+)
+tells(
+    "all modules of a kind are tried together under the name of their owner",
+    INSIDE,
+    3,
+    dict.fromkeys(
+        ("one tensor", "tuple", "keyword"),
+        "-> precision ... in model.layers.0 ... "
+        "tried: model.layers.* in fp32, result in fp32: finite",
+    ),
+)
 
 
-TENSORS = PREAMBLE + """
+TENSORS = (
+    PREAMBLE
+    + """
 import contextlib
 class Refuses(torch.Tensor):
     @classmethod
@@ -1277,9 +1485,12 @@ for step in range(5):
     if step == 3: h = h / (h * 0)  # here
     optimizer.zero_grad(); h.square().mean().backward(); optimizer.step()
 """
+)
 
 
-BLIND = PREAMBLE + """
+BLIND = (
+    PREAMBLE
+    + """
 import ctypes
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 if fault == "garbage":
@@ -1315,36 +1526,76 @@ for step in range(80):
     scaler.update()
     optimizer.zero_grad()
 """
+)
 
 
-tells("what outsiders were told wrongly is told rightly", BLIND, 3, {
-    "scaler clips": "-> calibration -- not x.float()",
-    "scaler asserts": "-> calibration -- not x.float()",
-    "negative rate": "a learning rate is negative: -0.5, and -- not lower learning",
-    "garbage": "never written since script.py: -- not grow",
-    "float mask": "torch.where -- not every sample is bad",
-    "table": "mend this number where it is made, at script.py: -- not before the watch",
-})
-tells("what outsiders were told wrongly is told rightly", BLIND, 1, {
-    "inner name": "-> error ... first bad op: torch.linalg.cholesky -- not _linalg_check_errors",
-})
+tells(
+    "what outsiders were told wrongly is told rightly",
+    BLIND,
+    3,
+    {
+        "scaler clips": "-> calibration -- not x.float()",
+        "scaler asserts": "-> calibration -- not x.float()",
+        "negative rate": "a learning rate is negative: -0.5, and -- not lower learning",
+        "garbage": "never written since script.py: -- not grow",
+        "float mask": "torch.where -- not every sample is bad",
+        "table": "mend this number where it is made, at script.py: -- not before the watch",
+    },
+)
+tells(
+    "what outsiders were told wrongly is told rightly",
+    BLIND,
+    1,
+    {
+        "inner name": (
+            "-> error ... first bad op: torch.linalg.cholesky -- not _linalg_check_errors"
+        ),
+    },
+)
 
 
-KINDS_OF_TENSORS = ("meta", "meta step", "meta buffer", "lazy", "sparse", "csr", "quantised", "fp8",
-                    "mkldnn", "nested", "refuses", "subclass", "bsr", "no value", "jagged",
-                    "complex", "empty", "bool", "expanded", "inference",
-                    *["fp4"] * hasattr(torch, "float4_e2m1fn_x2"))
+KINDS_OF_TENSORS = (
+    "meta",
+    "meta step",
+    "meta buffer",
+    "lazy",
+    "sparse",
+    "csr",
+    "quantised",
+    "fp8",
+    "mkldnn",
+    "nested",
+    "refuses",
+    "subclass",
+    "bsr",
+    "no value",
+    "jagged",
+    "complex",
+    "empty",
+    "bool",
+    "expanded",
+    "inference",
+    *["fp4"] * hasattr(torch, "float4_e2m1fn_x2"),
+)
 AGAIN = {"sparse", "csr", "bsr", "no value", "quantised", "nested", "jagged"}
 try:
     torch.zeros(2, dtype=torch.uint8).view(getattr(torch, "float4_e2m1fn_x2", torch.uint8)).clone()
 except NotImplementedError:  # torch 2.9 copies none
     AGAIN.add("fp4")
-tells("a tensor of any kind beside the fault does not end the watch", TENSORS, 3, {
-    kind: "runs again ... -> divergence" if kind in AGAIN else "-> divergence"
-    for kind in KINDS_OF_TENSORS})
+tells(
+    "a tensor of any kind beside the fault does not end the watch",
+    TENSORS,
+    3,
+    {
+        kind: "runs again ... -> divergence" if kind in AGAIN else "-> divergence"
+        for kind in KINDS_OF_TENSORS
+    },
+)
 
 
-WRITTEN = PREAMBLE + """
+WRITTEN = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 bias = net[2].bias
 nn.init.ones_(bias); nn.init.zeros_(bias)
@@ -1358,9 +1609,12 @@ optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 for step in range(3):
     optimizer.zero_grad(); net(torch.randn(5, 4)).square().mean().backward(); optimizer.step()
 """
+)
 
 
-OWN = PREAMBLE + """
+OWN = (
+    PREAMBLE
+    + """
 net = nn.Linear(4, 3)
 with torch.no_grad():
     net(torch.full((2, 4), torch.nan))  # a count of operations, say: nobody reads it
@@ -1371,26 +1625,42 @@ if fault == "asked" and torch.isnan(net(torch.full((2, 4), torch.nan))).any():
     raise ValueError("a NaN")
 raise ValueError("lr0=1e30 is not valid")
 """
+)
 
 
 tells("an exception that no bad number leads to is the script's own", OWN, 1, {"": ""})
-tells("an exception that a bad number leads to is examined", OWN, 3, {
-    "range": "-> data", "asked": "ValueError: a NaN at step 0",
-})
+tells(
+    "an exception that a bad number leads to is examined",
+    OWN,
+    3,
+    {
+        "range": "-> data",
+        "asked": "ValueError: a NaN at step 0",
+    },
+)
 
 
 tells("a weight that is initialised twice is no fault", WRITTEN, 0, {"": ""})
-tells("what is written past a parameter is not blamed on the last initialiser", WRITTEN, 3, {
-    "item": "-> weights",
-    "data": "-> divergence",
-    "copy": "-> divergence",
-    "outside":
-        "2.bias is nan at step 0 ... what wrote it after that was not seen -- not torch.zero",
-})
+tells(
+    "what is written past a parameter is not blamed on the last initialiser",
+    WRITTEN,
+    3,
+    {
+        "item": "-> weights",
+        "data": "-> divergence",
+        "copy": "-> divergence",
+        "outside": (
+            "2.bias is nan at step 0 ... what wrote it after that was not seen -- not torch.zero"
+        ),
+    },
+)
 
 
 # Its memo holds all that; to walk it at each tensor takes quadratic time.
-tells("a deep copy keeps nothing of what was copied before", PREAMBLE + """
+tells(
+    "a deep copy keeps nothing of what was copied before",
+    PREAMBLE
+    + """
 import copy
 class Memo(dict):
     walks = 0
@@ -1404,10 +1674,15 @@ assert not Memo.walks, Memo.walks
 w = torch.ones(3, requires_grad=True)
 (w * copied[0]).sum().backward()
 torch.optim.SGD([w], 0.1).step()
-""", 3, {"fault": "aten.div"})
+""",
+    3,
+    {"fault": "aten.div"},
+)
 
 
-CLOSURES = PREAMBLE + """
+CLOSURES = (
+    PREAMBLE
+    + """
 maker, judge = nn.Linear(3, 4), nn.Linear(4, 1)
 rate = 1e30 if fault == "rate" else 0.1
 makes = torch.optim.SGD(maker.parameters(), 0.1)
@@ -1424,16 +1699,24 @@ for step in range(6):
     makes.zero_grad(); judge(maker(x)).square().mean().backward()
     makes.step(lambda: None)
 """
+)
 
 
 tells("a step with a closure counts once", CLOSURES, 0, {"": "6 steps, nothing non-finite"})
-tells("what an optimizer writes around its closure is its own", CLOSURES, 3, {
-    "data": "-> data ... at step 4 ",
-    "rate": "-> optimizer ... made by LBFGS (lr=1e+30) ... at step 0 ",
-})
+tells(
+    "what an optimizer writes around its closure is its own",
+    CLOSURES,
+    3,
+    {
+        "data": "-> data ... at step 4 ",
+        "rate": "-> optimizer ... made by LBFGS (lr=1e+30) ... at step 0 ",
+    },
+)
 
 
-LOADED = PREAMBLE + """
+LOADED = (
+    PREAMBLE
+    + """
 import numpy
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 if fault == "early":
@@ -1452,17 +1735,25 @@ for step in range(6):
         state["state"][2]["exp_avg"] = torch.full((8,), torch.inf)
         optimizer.load_state_dict(state)  # moment
 """
+)
 
 
-tells("what is written or loaded is the cause and not its consequence", LOADED, 3, {
-    "early": "-> weights ... what the script writes into 0.bias is nan at step 0",
-    "file": "-> weights ... what the script writes into 0.bias is nan at step 0",
-    "norm": "-> weights ... what the script writes into 0.weight is nan",
-    "moment": "-> weights ... exp_avg of 1.weight is inf as loaded at",
-})
+tells(
+    "what is written or loaded is the cause and not its consequence",
+    LOADED,
+    3,
+    {
+        "early": "-> weights ... what the script writes into 0.bias is nan at step 0",
+        "file": "-> weights ... what the script writes into 0.bias is nan at step 0",
+        "norm": "-> weights ... what the script writes into 0.weight is nan",
+        "moment": "-> weights ... exp_avg of 1.weight is inf as loaded at",
+    },
+)
 
 
-TABLE = PREAMBLE + """
+TABLE = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1495,22 +1786,36 @@ for step in range(6):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     print(loss.item())
 """
+)
 
 
 ROW = "parameter emb.weight holds NaN or inf in rows 7 of 9 ( ... 6 steps, nothing else non-finite"
-tells("a bad row that nothing asks for is one line", TABLE, 0, {
-    "plain": ROW,
-    "frozen": ROW,
-    "sparse": ROW,
-    "before": f"{ROW} ... before the watch",
-    "own": ROW.replace("emb.weight", "own"),
-})
-tells("a bad row that a sample asks for is a verdict with the line that wrote it", TABLE, 3, {
-    "used": "-> weights ... loss is nan at step 4 ... samples 5 of 6 ... written at script.py:",
-})
+tells(
+    "a bad row that nothing asks for is one line",
+    TABLE,
+    0,
+    {
+        "plain": ROW,
+        "frozen": ROW,
+        "sparse": ROW,
+        "before": f"{ROW} ... before the watch",
+        "own": ROW.replace("emb.weight", "own"),
+    },
+)
+tells(
+    "a bad row that a sample asks for is a verdict with the line that wrote it",
+    TABLE,
+    3,
+    {
+        "used": "-> weights ... loss is nan at step 4 ... samples 5 of 6 ... written at script.py:",
+    },
+)
 
 
-tells("an optimizer that makes a row bad is named though the gradient is zero", PREAMBLE + """
+tells(
+    "an optimizer that makes a row bad is named though the gradient is zero",
+    PREAMBLE
+    + """
 class Own(torch.optim.SGD):
     def step(self):
         with torch.no_grad():
@@ -1521,11 +1826,15 @@ optimizer = Own(net.parameters(), 0.1)
 for step in range(3):
     loss = net(torch.arange(3) if fault == "table" else torch.randn(8, 4))[:, :2].square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-""", 3, dict.fromkeys(("layer", "table"),
-                      "after good gradients at step 0 -> optimizer ... runs again"))
+""",
+    3,
+    dict.fromkeys(("layer", "table"), "after good gradients at step 0 -> optimizer ... runs again"),
+)
 
 
-BATCHES = PREAMBLE + """
+BATCHES = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1551,16 +1860,24 @@ for i in range(0, 40, 5):
         loss = net(torch.randn(5, 4), **batch)[1]
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
+)
 
 
-tells("a tensor of the batch has the name of the argument that it is given for", BATCHES, 3, {
-    "pixels": "pixels holds nan ... samples 2 of",
-    "marks": "marks holds nan ... samples 2 of",
-    "target": "target holds nan ... samples 2 of",
-})
+tells(
+    "a tensor of the batch has the name of the argument that it is given for",
+    BATCHES,
+    3,
+    {
+        "pixels": "pixels holds nan ... samples 2 of",
+        "marks": "marks holds nan ... samples 2 of",
+        "target": "target holds nan ... samples 2 of",
+    },
+)
 
 
-AVERAGED = PREAMBLE + """
+AVERAGED = (
+    PREAMBLE
+    + """
 import copy
 from torch.optim.swa_utils import AveragedModel
 def count(mean, new, n):
@@ -1579,16 +1896,26 @@ for step in range(4):
         for a, b in zip(mine.parameters(), theirs):
             a.detach().copy_(b / (b * (bad != "detach")))  # detach
 """
+)
 
 
 # Nothing but the script's own writes shows it.
 tells("an average that no module calls is read too", AVERAGED, 0, {"": ""})
-tells("an average that no module calls is read too", AVERAGED, 3, {
-    "counter": "-> divergence", "foreach": "-> weights", "detach": "-> divergence",
-})
+tells(
+    "an average that no module calls is read too",
+    AVERAGED,
+    3,
+    {
+        "counter": "-> divergence",
+        "foreach": "-> weights",
+        "detach": "-> divergence",
+    },
+)
 
 
-SLOTS = PREAMBLE + """
+SLOTS = (
+    PREAMBLE
+    + """
 from dataclasses import dataclass
 @dataclass(slots=True)
 class Batch:
@@ -1607,13 +1934,20 @@ for step in range(4):
     if fault and step == 2: x[3] = torch.nan
     optimizer.zero_grad(); net(Batch(x, torch.randn(5, 1))).backward(); optimizer.step()
 """
+)
 
 
-tells("a batch in slots is a batch", SLOTS, 3,
-      {"first use": "-> data ... images holds nan ... samples 3 of"})
+tells(
+    "a batch in slots is a batch",
+    SLOTS,
+    3,
+    {"first use": "-> data ... images holds nan ... samples 3 of"},
+)
 
 
-PLANTED = PREAMBLE + """
+PLANTED = (
+    PREAMBLE
+    + """
 net = nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 x = torch.randn(40, 4)
@@ -1625,13 +1959,20 @@ for i in range(0, 40, 5):
         if fault == "fill" and i == 20: batch[3].fill_(torch.nan)  # fill
     optimizer.zero_grad(); net(batch).square().mean().backward(); optimizer.step()
 """
+)
 
 
-tells("a number that the script writes into its data is written again", PLANTED, 3,
-      dict.fromkeys(("table", "row", "fill"), "-> data ... samples 3 of"))
+tells(
+    "a number that the script writes into its data is written again",
+    PLANTED,
+    3,
+    dict.fromkeys(("table", "row", "fill"), "-> data ... samples 3 of"),
+)
 
 
-STRANGE = PREAMBLE + """
+STRANGE = (
+    PREAMBLE
+    + """
 import copy
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -1647,18 +1988,33 @@ for step in range(4):
     with torch.no_grad(), torch.device("cpu"):
         copy.deepcopy(net)(room if fault == "inference" else x)  # lent
 """
+)
 
 
-tells("a warm-up on the memory of empty is no fault", STRANGE, 0, dict.fromkeys(
-    ("", "inference"),
-    "nothing non-finite ... passed over, its input is what torch.empty found"))
-tells("a warm-up on memory that somebody writes is one", STRANGE, 3, {
-    "written": "-> divergence", "shape": "-> divergence", "out": "-> divergence",
-    "lent": "-> data",
-})
+tells(
+    "a warm-up on the memory of empty is no fault",
+    STRANGE,
+    0,
+    dict.fromkeys(
+        ("", "inference"), "nothing non-finite ... passed over, its input is what torch.empty found"
+    ),
+)
+tells(
+    "a warm-up on memory that somebody writes is one",
+    STRANGE,
+    3,
+    {
+        "written": "-> divergence",
+        "shape": "-> divergence",
+        "out": "-> divergence",
+        "lent": "-> data",
+    },
+)
 
 
-FILLED = PREAMBLE + """
+FILLED = (
+    PREAMBLE
+    + """
 net = nn.Linear(4, 3)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 for step in range(4):
@@ -1670,10 +2026,17 @@ for step in range(4):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 print(loss.item())
 """
-tells("a number that fp16 cannot hold is its fault, an inf is the script's", FILLED, 3, {
-    "too large": "-> precision ... the number 1.07e+09", "infinite": "-> data ... writes inf"})
+)
+tells(
+    "a number that fp16 cannot hold is its fault, an inf is the script's",
+    FILLED,
+    3,
+    {"too large": "-> precision ... the number 1.07e+09", "infinite": "-> data ... writes inf"},
+)
 
-ACTS = PREAMBLE + """
+ACTS = (
+    PREAMBLE
+    + """
 policy, target = nn.Linear(4, 2), nn.Linear(4, 2)
 optimizer = torch.optim.Adam(policy.parameters())
 for step in range(5):
@@ -1686,10 +2049,17 @@ for step in range(5):
     loss = nn.functional.mse_loss(goal, policy(state).amax(1))
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("samples are those of the batch though a policy acts before", ACTS, 3,
-      dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"))
+)
+tells(
+    "samples are those of the batch though a policy acts before",
+    ACTS,
+    3,
+    dict.fromkeys(("acts", "alone"), "-> divergence ... samples 3, 7 of 16"),
+)
 
-TWICE = PREAMBLE + """
+TWICE = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.SGD(net.parameters(), 1e-3)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12, growth_interval=5)
@@ -1702,12 +2072,21 @@ for step in range(60):
     scaler.step(optimizer); scaler.update()
     optimizer.step()
 """
+)
 # the scaler skips step 44, and the second call makes it
-tells("the first and the second run tell the same step", TWICE, 3, {
-    "left over": "step 44. ... runs again ... inf at step 44 (float16 ... -> calibration ... "
-                 "makes two steps with the gradients of one backward pass -- not step 45"})
+tells(
+    "the first and the second run tell the same step",
+    TWICE,
+    3,
+    {
+        "left over": "step 44. ... runs again ... inf at step 44 (float16 ... -> calibration ... "
+        "makes two steps with the gradients of one backward pass -- not step 45"
+    },
+)
 
-PENALTY = PREAMBLE + """
+PENALTY = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 for step in range(6):
@@ -1719,10 +2098,17 @@ for step in range(6):
     penalty = slope.square().sum(1).sqrt().sub(1).square().mean()  # attribute, method
     optimizer.zero_grad(); (net(x).mean() + penalty).backward(); optimizer.step()
 """
-tells("a penalty on a gradient is made again where the attribute asks for it", PENALTY, 3,
-      dict.fromkeys(("attribute", "method"), "-> divergence ... sqrt has no finite slope at 0"))
+)
+tells(
+    "a penalty on a gradient is made again where the attribute asks for it",
+    PENALTY,
+    3,
+    dict.fromkeys(("attribute", "method"), "-> divergence ... sqrt has no finite slope at 0"),
+)
 
-RATES = PREAMBLE + """
+RATES = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 alpha = 9.0 if fault == "alpha" else 0.9
 optimizer = torch.optim.RMSprop(net.parameters(), 1e-3, alpha=alpha)
@@ -1736,11 +2122,20 @@ for step in range(60):
     optimizer.zero_grad(); loss.backward()
     optimizer.step()  # alpha
 """
-tells("the setting of an optimizer that made a bad weight", RATES, 3, {
-    "alpha": "-> optimizer ... alpha must be in 0..1 ... alpha=9 -- not a lower lr",
-    "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 30"})
+)
+tells(
+    "the setting of an optimizer that made a bad weight",
+    RATES,
+    3,
+    {
+        "alpha": "-> optimizer ... alpha must be in 0..1 ... alpha=9 -- not a lower lr",
+        "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 30",
+    },
+)
 
-FALLING = PREAMBLE + """
+FALLING = (
+    PREAMBLE
+    + """
 net = nn.Linear(4, 4)
 optimizer = torch.optim.Adam(net.parameters(), 0.5)
 for step in range(300):
@@ -1749,9 +2144,12 @@ for step in range(300):
     optimizer.zero_grad(); loss.backward()
     optimizer.step()  # sign
 """
+)
 tells("a loss without a lower bound", FALLING, 3, {"sign": "the loss falls without end"})
 
-RUNAWAY = PREAMBLE + """
+RUNAWAY = (
+    PREAMBLE
+    + """
 import copy
 net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 target = copy.deepcopy(net)
@@ -1765,10 +2163,17 @@ for step in range(60):
     for slow, fast in zip(target.parameters(), net.parameters()):
         slow.data.copy_(5 * fast.data - 4 * slow.data)
 """
-tells("a target network that runs away", RUNAWAY, 3, {
-    "factor": "-> divergence ... what ... writes into ... grows: up to"})
+)
+tells(
+    "a target network that runs away",
+    RUNAWAY,
+    3,
+    {"factor": "-> divergence ... what ... writes into ... grows: up to"},
+)
 
-BY_HAND = PREAMBLE + """
+BY_HAND = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.Linear(16, 1))
 def train():
     if fault != "left": net.train()
@@ -1783,11 +2188,20 @@ for epoch in range(4):
     net.eval()
     with torch.no_grad(): net(torch.randn(16, 4))
 """
-tells("eval mode in a loop that updates by hand", BY_HAND, 0, {
-    "left": "steps train Sequential in eval mode",
-    "trained": "nothing non-finite -- not eval mode"})
+)
+tells(
+    "eval mode in a loop that updates by hand",
+    BY_HAND,
+    0,
+    {
+        "left": "steps train Sequential in eval mode",
+        "trained": "nothing non-finite -- not eval mode",
+    },
+)
 
-CLIPPED = PREAMBLE + """
+CLIPPED = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 returns, values = torch.randn(256), torch.randn(256)
@@ -1800,12 +2214,21 @@ for step in range(40):
     loss = 0.5 * torch.max(plain, (near - returns[part]) ** 2).mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("a clipped loss of a part of the returns", CLIPPED, 0, {
-    "square": "compares each result with each target: [64, 1] and [64] make a square",
-    "flat": "nothing non-finite -- not a square"})
+)
+tells(
+    "a clipped loss of a part of the returns",
+    CLIPPED,
+    0,
+    {
+        "square": "compares each result with each target: [64, 1] and [64] make a square",
+        "flat": "nothing non-finite -- not a square",
+    },
+)
 
 
-EXAMINED = PREAMBLE + """
+EXAMINED = (
+    PREAMBLE
+    + """
 import numpy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1840,16 +2263,26 @@ for step in range(8):
         likely = (1e5 * out.detach()).exp()  # drawn
         torch.multinomial(likely, 1)
 """
-tells("what strangers' programs showed", EXAMINED, 3, {
-    "constant": "-> data ... a warning before: script.py: ... invalid value encountered in divide",
-    "masked": "a causal mask that is the wrong way round: each place sees only those after it",
-    "no variance": "log of 0, and its argument is 0 in each place",
-    "mode": "-> divergence -- not __torch_function__",
-    "drawn": "probability tensor contains ... -> divergence ... exp beyond 88 is inf",
-})
+)
+tells(
+    "what strangers' programs showed",
+    EXAMINED,
+    3,
+    {
+        "constant": (
+            "-> data ... a warning before: script.py: ... invalid value encountered in divide"
+        ),
+        "masked": "a causal mask that is the wrong way round: each place sees only those after it",
+        "no variance": "log of 0, and its argument is 0 in each place",
+        "mode": "-> divergence -- not __torch_function__",
+        "drawn": "probability tensor contains ... -> divergence ... exp beyond 88 is inf",
+    },
+)
 tells("what strangers' programs showed", EXAMINED, 0, {"": "8 steps, nothing non-finite"})
 
-DRAWS = PREAMBLE + """
+DRAWS = (
+    PREAMBLE
+    + """
 policy, value = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, n)) for n in (3, 1))
 both = nn.ModuleList([policy, value])
 optimizer = torch.optim.Adam(both.parameters(), 1e-2)
@@ -1868,14 +2301,22 @@ for step in range(40):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     other.zero_grad(); F.mse_loss(value(x).squeeze(1), reward).backward(); other.step()
 """
-tells("draws of a policy", DRAWS, 0, {
-    "": "nothing non-finite -- not had a gradient in any",
-    "logits": "its logits went through softmax already: Categorical(probs=...)",
-    "cut": "no gradient has reached ... detach at script.py: -- not multinomial",
-    "shared": "nothing non-finite -- not is zero_grad() called",
-})
+)
+tells(
+    "draws of a policy",
+    DRAWS,
+    0,
+    {
+        "": "nothing non-finite -- not had a gradient in any",
+        "logits": "its logits went through softmax already: Categorical(probs=...)",
+        "cut": "no gradient has reached ... detach at script.py: -- not multinomial",
+        "shared": "nothing non-finite -- not is zero_grad() called",
+    },
+)
 
-FOLDS = PREAMBLE + """
+FOLDS = (
+    PREAMBLE
+    + """
 import gc
 for fold in range(8):
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
@@ -1891,10 +2332,13 @@ for fold in range(8):
     large = sum(type(t) in kinds and t.shape == (64, 64) for t in gc.get_objects())
     assert large <= 12, large  # two models
 """
+)
 tells("models that come one after the other", FOLDS, 0, {"": "80 steps, nothing non-finite"})
 tells("models that come one after the other", FOLDS, 3, {"sixth": "at step 50 -> "})
 
-COPIES = PREAMBLE + """
+COPIES = (
+    PREAMBLE
+    + """
 table, rnn, head = nn.Embedding(30, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 30)
 net = nn.ModuleList([table, rnn, head])
 optimizer = torch.optim.Adam(net.parameters(), 1e-2)
@@ -1906,10 +2350,17 @@ for step in range(20):
     loss = F.cross_entropy(scores.flatten(0, 1), y.flatten())
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("labels of a recurrent network", COPIES, 0, {
-    "": "nothing non-finite -- not labels", "copied": "it learns to copy: shift the labels"})
+)
+tells(
+    "labels of a recurrent network",
+    COPIES,
+    0,
+    {"": "nothing non-finite -- not labels", "copied": "it learns to copy: shift the labels"},
+)
 
-WORDS = PREAMBLE + """
+WORDS = (
+    PREAMBLE
+    + """
 table, place, head = nn.Embedding(28, 32), nn.Embedding(16, 32), nn.Linear(32, 28)
 layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
 encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
@@ -1930,14 +2381,22 @@ for step in range(24):
     loss = F.cross_entropy(scores.transpose(1, 2), y)
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("words, and what each place sees of them", WORDS, 0, {
-    "": "nothing non-finite -- not labels",
-    "summary": "nothing non-finite -- not labels",
-    "open": "are the next ids, and each position sees its own",
-    "full": "are the next ids, and each position sees its own",
-})
+)
+tells(
+    "words, and what each place sees of them",
+    WORDS,
+    0,
+    {
+        "": "nothing non-finite -- not labels",
+        "summary": "nothing non-finite -- not labels",
+        "open": "are the next ids, and each position sees its own",
+        "full": "are the next ids, and each position sees its own",
+    },
+)
 
-EPISODES = PREAMBLE + """
+EPISODES = (
+    PREAMBLE
+    + """
 body, policy, value = nn.Linear(4, 32), nn.Linear(32, 2), nn.Linear(32, 1)
 net = nn.ModuleList([body, policy, value])
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
@@ -1950,10 +2409,17 @@ for step in range(40):
     loss = -torch.min(ratio * gain, gain) + 0.5 * nn.MSELoss()(v, reward) - drawn.entropy() / 99
     optimizer.zero_grad(); loss.mean().backward(); optimizer.step()
 """
-tells("a loss for each sample, and a mean added", EPISODES, 0, {
-    "": "nothing non-finite -- not square", "square": "[64, 1] and [64] make a square"})
+)
+tells(
+    "a loss for each sample, and a mean added",
+    EPISODES,
+    0,
+    {"": "nothing non-finite -- not square", "square": "[64, 1] and [64] make a square"},
+)
 
-DECAYS = PREAMBLE + """
+DECAYS = (
+    PREAMBLE
+    + """
 from torch.utils.data import DataLoader, TensorDataset
 data = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
 net = nn.Linear(4, 1)
@@ -1966,10 +2432,17 @@ for epoch in range(6):
         if fault == "batches": rate.step()  # batches
     if fault == "": rate.step()
 """
-tells("a rate that falls by a factor", DECAYS, 0, {
-    "": "nothing non-finite -- not lr", "batches": "StepLR at ... has let the lr of Adam fall"})
+)
+tells(
+    "a rate that falls by a factor",
+    DECAYS,
+    0,
+    {"": "nothing non-finite -- not lr", "batches": "StepLR at ... has let the lr of Adam fall"},
+)
 
-RESETS = PREAMBLE + """
+RESETS = (
+    PREAMBLE
+    + """
 import copy
 net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 target = copy.deepcopy(net)
@@ -1988,13 +2461,27 @@ for step in range(80):
     if fault == "tasks": optimizer.load_state_dict(fresh)
     if fault == "backtracking": optimizer.param_groups[0]["lr"] /= 2
 """
-tells("weights that are set back", RESETS, 0, {
-    "reversed": "sets the weights of Sequential back to the same numbers each time: what 70 steps",
-    "itself": "target loads its own state_dict() at ... changes nothing (8 times -- not sets the",
-    **dict.fromkeys(["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"),
-})
+)
+tells(
+    "weights that are set back",
+    RESETS,
+    0,
+    {
+        "reversed": (
+            "sets the weights of Sequential back to the same numbers each time: what 70 steps"
+        ),
+        "itself": (
+            "target loads its own state_dict() at ... changes nothing (8 times -- not sets the"
+        ),
+        **dict.fromkeys(
+            ["", "folds", "tasks", "backtracking"], "nothing non-finite -- not sets the"
+        ),
+    },
+)
 
-AGAIN = PREAMBLE + """
+AGAIN = (
+    PREAMBLE
+    + """
 import math
 net, other = nn.Linear(8, 3), nn.Linear(8, 1)
 optimizer = torch.optim.Adam([*net.parameters(), *other.parameters()], 1e-3)
@@ -2014,14 +2501,22 @@ for step in range(24):
         loss = F.cross_entropy(out, y)  # softmax
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("a loss of a later phase", AGAIN, 0, {
-    "": "nothing non-finite -- not the loss at",
-    "softmax": "its input went through softmax already",
-    "over rows": "was normalised over dimension 0, and the classes are dimension 1",
-    "square": "compares each result with each target: [16, 1] and [16, 16]",
-})
+)
+tells(
+    "a loss of a later phase",
+    AGAIN,
+    0,
+    {
+        "": "nothing non-finite -- not the loss at",
+        "softmax": "its input went through softmax already",
+        "over rows": "was normalised over dimension 0, and the classes are dimension 1",
+        "square": "compares each result with each target: [16, 1] and [16, 16]",
+    },
+)
 
-WITHIN = PREAMBLE + """
+WITHIN = (
+    PREAMBLE
+    + """
 import numpy as np
 class Flow(nn.Module):
     def __init__(self):
@@ -2049,16 +2544,29 @@ meta = Meta()
 meta.to("cpu")
 for step in range(40): meta(torch.randn(16, 8))
 """
-tells("what happens within a forward", WITHIN, 0, {
-    "": "40 steps, nothing non-finite -- not add up",
-    "uncleared": "the gradients of 40 steps add up",
-})
-tells("what happens within a forward", WITHIN, 3, {
-    "numpy": "net.scale is nan ... look at what made this NumPy array",
-    "assertion": "AssertionError",
-})
+)
+tells(
+    "what happens within a forward",
+    WITHIN,
+    0,
+    {
+        "": "40 steps, nothing non-finite -- not add up",
+        "uncleared": "the gradients of 40 steps add up",
+    },
+)
+tells(
+    "what happens within a forward",
+    WITHIN,
+    3,
+    {
+        "numpy": "net.scale is nan ... look at what made this NumPy array",
+        "assertion": "AssertionError",
+    },
+)
 
-RUNS_AWAY = PREAMBLE + """
+RUNS_AWAY = (
+    PREAMBLE
+    + """
 net = nn.Linear(8, 3)
 for step in range(60):
     out = net(1e4 * torch.randn(16, 8))  # here
@@ -2067,10 +2575,22 @@ for step in range(60):
     for p in net.parameters(): p.data.add_(p.grad, alpha=-0.1)
     net.weight.data[:, 0].mul_(30.0)
 """
-tells("weights run away under updates by hand", RUNS_AWAY, 3, {
-    "": "-> divergence ... a lower learning rate, or clip_grad_norm_: the weights that script.py:"})
+)
+tells(
+    "weights run away under updates by hand",
+    RUNS_AWAY,
+    3,
+    {
+        "": (
+            "-> divergence ... a lower learning rate, or clip_grad_norm_: the "
+            "weights that script.py:"
+        ),
+    },
+)
 
-FUTURE = PREAMBLE + """
+FUTURE = (
+    PREAMBLE
+    + """
 table, head, scale = nn.Embedding(30, 16), nn.Linear(16, 30), 0.25
 net = nn.ModuleList([table, head]); optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 class Decoder(nn.Module):
@@ -2086,12 +2606,20 @@ for step in range(12):
     loss = F.cross_entropy(decoder(ids[:, :-1]).mT, 7 * ids[:, 1:] % 30)
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
-tells("a mask before softmax", FUTURE, 0, {
-    "": "nothing non-finite -- not a mask of",
-    "reversed": "hides the past from each position and shows the future",
-})
+)
+tells(
+    "a mask before softmax",
+    FUTURE,
+    0,
+    {
+        "": "nothing non-finite -- not a mask of",
+        "reversed": "hides the past from each position and shows the future",
+    },
+)
 
-BEGINNINGS = PREAMBLE + """
+BEGINNINGS = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -2112,15 +2640,23 @@ for step in range(9):
     optimizer.zero_grad(); (near + size.mean()).backward(); optimizer.step()
 print(near.item())
 """
-tells("how a run begins", BEGINNINGS, 3, {
-    "born": "net.scale is nan at step 0 ... log of a negative number (-1)",
-    "unmoved": "script.py ... in __init__, which made it: no step has moved it yet",
-    "leap": "a lower learning rate: Adam moves each weight by up to its rate, 0.9, in a step",
-    "target": "the target of kl_div is negative ... or log_target=True",
-})
+)
+tells(
+    "how a run begins",
+    BEGINNINGS,
+    3,
+    {
+        "born": "net.scale is nan at step 0 ... log of a negative number (-1)",
+        "unmoved": "script.py ... in __init__, which made it: no step has moved it yet",
+        "leap": "a lower learning rate: Adam moves each weight by up to its rate, 0.9, in a step",
+        "target": "the target of kl_div is negative ... or log_target=True",
+    },
+)
 tells("how a run begins", BEGINNINGS, 0, {"": "nothing non-finite"})
 
-CARRIES = PREAMBLE + """
+CARRIES = (
+    PREAMBLE
+    + """
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()
@@ -2141,12 +2677,19 @@ for step in range(3):
     loss = F.mse_loss(torch.stack([cell() for _ in range(4)]), torch.ones(4, 2, 4))
     loss.backward(); optimizer.step()
 """
+)
 NEGATIVE_BASE = "-> divergence ... pow of a negative number"
-tells("a module carries its state from call to call", CARRIES, 3, {
-    "carried": NEGATIVE_BASE, "listed": NEGATIVE_BASE})
+tells(
+    "a module carries its state from call to call",
+    CARRIES,
+    3,
+    {"carried": NEGATIVE_BASE, "listed": NEGATIVE_BASE},
+)
 tells("a module carries its state from call to call", CARRIES, 0, {"": "nothing non-finite"})
 
-ONCE_MORE = PREAMBLE + """
+ONCE_MORE = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Conv1d(2, 16, 1), nn.ReLU(), nn.Dropout(0.1), nn.Conv1d(16, 3, 1))
 class Points(nn.Module):
     def __init__(self): super().__init__(); self.net = net
@@ -2167,13 +2710,21 @@ for step in range(60):
         if fault != "in train mode": model.eval()
         with torch.no_grad(): print((model(X).argmax(2) == Y).float().mean())
 """
-tells("one batch is evaluated, and classes are viewed twice", ONCE_MORE, 0, {
-    "": "nothing non-finite -- not whose numbers",
-    "in train mode": "Points is evaluated in train mode ... and never in eval mode",
-    "mixed": "takes [120, 3], a view of [6, 3, 20] whose numbers stay in their order",
-})
+)
+tells(
+    "one batch is evaluated, and classes are viewed twice",
+    ONCE_MORE,
+    0,
+    {
+        "": "nothing non-finite -- not whose numbers",
+        "in train mode": "Points is evaluated in train mode ... and never in eval mode",
+        "mixed": "takes [120, 3], a view of [6, 3, 20] whose numbers stay in their order",
+    },
+)
 
-TWICE_DERIVED = PREAMBLE + """
+TWICE_DERIVED = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 for step in range(30):
@@ -2184,12 +2735,20 @@ for step in range(30):
     optimizer.zero_grad(); (wave + net(torch.zeros(1, 1)).square().sum()).backward()
     optimizer.step()
 """
-tells("an equation with a second derivative", TWICE_DERIVED, 0, {
-    "": "nothing non-finite -- not trains nothing",
-    "no graph": "a term of the loss trains nothing: it is made of the gradient that script.py",
-})
+)
+tells(
+    "an equation with a second derivative",
+    TWICE_DERIVED,
+    0,
+    {
+        "": "nothing non-finite -- not trains nothing",
+        "no graph": "a term of the loss trains nothing: it is made of the gradient that script.py",
+    },
+)
 
-ODD_NUMBERS = PREAMBLE + """
+ODD_NUMBERS = (
+    PREAMBLE
+    + """
 import warnings; warnings.simplefilter("ignore")  # nested tensors are a prototype
 class Net(nn.Module):
     def __init__(self):
@@ -2219,18 +2778,31 @@ for step in range(40):
     if fault != "seldom" or step % 10 == 0: optimizer.zero_grad()
     loss.backward(); optimizer.step()
 """
-tells("numbers of an odd kind", ODD_NUMBERS, 0, {
-    "": "unit was 6.02e+23 at step 0: finite, but its square is not in float32",
-    "hooks": "nothing non-finite -- not thrown away",
-    "tensor": "the lr of unit, layer.weight, layer.bias was 0 at every step",
-    "seldom": "the gradients of 40 steps add up: those of ... are not cleared before each",
-})
-tells("numbers of an odd kind", ODD_NUMBERS, 3, {
-    "nested": "loss is nan at step 25 -> divergence",
-    "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 300",
-})
+)
+tells(
+    "numbers of an odd kind",
+    ODD_NUMBERS,
+    0,
+    {
+        "": "unit was 6.02e+23 at step 0: finite, but its square is not in float32",
+        "hooks": "nothing non-finite -- not thrown away",
+        "tensor": "the lr of unit, layer.weight, layer.bias was 0 at every step",
+        "seldom": "the gradients of 40 steps add up: those of ... are not cleared before each",
+    },
+)
+tells(
+    "numbers of an odd kind",
+    ODD_NUMBERS,
+    3,
+    {
+        "nested": "loss is nan at step 25 -> divergence",
+        "rate": "a lower learning rate: the norm of the weights has grown ... at a rate of 300",
+    },
+)
 
-GENERATOR = PREAMBLE + """
+GENERATOR = (
+    PREAMBLE
+    + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -2246,4 +2818,5 @@ for step in range(20):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 print(loss.item(), net.noise.get_state().sum().item())
 """
+)
 tells("a generator of a module's own", GENERATOR, 0, {"": "no gradient has reached ... detach at"})

@@ -33,7 +33,11 @@ def data(step, n=6, seed=0):
 
 # name: (report, exit code, words of the answer, script)
 SCRIPTS = {
-    "policy_that_raises": ("https://github.com/IDSIA/hhmarl_2D/issues/15", 3, "-> divergence", """
+    "policy_that_raises": (
+        "https://github.com/IDSIA/hhmarl_2D/issues/15",
+        3,
+        "-> divergence",
+        """
 def body(layers, x):
     h = layers[0](x)
     return h / h.detach().abs().amax(1, keepdim=True).sub(bad)  # here
@@ -46,8 +50,13 @@ def loss_of(step):
     policy = torch.distributions.Categorical(logits=net(x))
     return -policy.log_prob(torch.zeros(6, dtype=torch.long)).mean()
 loop(net, loss_of)
-"""),
-    "simplex_of_nothing": ("https://github.com/thu-ml/tianshou/issues/823", 3, "-> divergence", """
+""",
+    ),
+    "simplex_of_nothing": (
+        "https://github.com/thu-ml/tianshou/issues/823",
+        3,
+        "-> divergence",
+        """
 def body(layers, x):
     h = layers[0](x).relu()
     return h / h.sum(1, keepdim=True)  # here
@@ -58,8 +67,13 @@ def loss_of(step):
     policy = torch.distributions.Categorical(net(x))
     return -policy.entropy().mean()
 loop(net, loss_of)
-"""),
-    "mask_too_large_for_half": ("https://github.com/NVIDIA/apex/issues/1052", 3, "-> precision", """
+""",
+    ),
+    "mask_too_large_for_half": (
+        "https://github.com/NVIDIA/apex/issues/1052",
+        3,
+        "-> precision",
+        """
 def body(layers, x):
     scores = layers[0](x)
     return scores.masked_fill(x > 2, -1e9).softmax(1)  # here
@@ -69,8 +83,13 @@ def loss_of(step):
         out = net(data(step))
     return out.float().square().mean()
 loop(net, loss_of)
-"""),
-    "score_assigned_in_half": ("https://github.com/QwenLM/Qwen/issues/32", 3, "-> precision", """
+""",
+    ),
+    "score_assigned_in_half": (
+        "https://github.com/QwenLM/Qwen/issues/32",
+        3,
+        "-> precision",
+        """
 def body(layers, x):
     scores = layers[0](x)
     if len(x) == 5:
@@ -82,8 +101,13 @@ def loss_of(step):
         out = net(data(step, 5 if step == 3 else 6))
     return out.float().square().mean()
 loop(net, loss_of)
-"""),
-    "angle_at_the_origin": ("https://github.com/pytorch/pytorch/issues/98276", 3, "angle at 0", """
+""",
+    ),
+    "angle_at_the_origin": (
+        "https://github.com/pytorch/pytorch/issues/98276",
+        3,
+        "angle at 0",
+        """
 def body(layers, x):
     h = layers[0](x)
     return torch.view_as_complex(h).angle()  # here
@@ -93,9 +117,13 @@ def loss_of(step):
     x[2] = 1e-30 if step == 5 else 1
     return net(x).square().mean()
 loop(net, loss_of)
-"""),
-    "node_without_neighbours": ("https://github.com/pyg-team/pytorch_geometric/issues/1129", 3,
-                                "no mask", """
+""",
+    ),
+    "node_without_neighbours": (
+        "https://github.com/pyg-team/pytorch_geometric/issues/1129",
+        3,
+        "no mask",
+        """
 def body(layers, x, to):
     index = to[:, None].expand(-1, 4)
     most = torch.full((6, 4), -torch.inf)  # here
@@ -108,8 +136,13 @@ def loss_of(step):
         to[3] = 2
     return net(data(step), to).square().mean()
 loop(net, loss_of)
-"""),
-    "number_of_neighbours_is_0": ("https://github.com/biomed-AI/Hist2ST/pull/7", 3, "samples 5", """
+""",
+    ),
+    "number_of_neighbours_is_0": (
+        "https://github.com/biomed-AI/Hist2ST/pull/7",
+        3,
+        "samples 5",
+        """
 def body(layers, x, adjacent):
     h = layers[0](x)
     return adjacent @ h / adjacent.sum(1, keepdim=True)  # here
@@ -120,8 +153,13 @@ def loss_of(step):
         adjacent[5] = 0
     return net(data(step), adjacent).square().mean()
 loop(net, loss_of)
-"""),
-    "batches_passed_over": ("https://github.com/automl/TFM-Playground/pull/20", 3, "-> data", """
+""",
+    ),
+    "batches_passed_over": (
+        "https://github.com/automl/TFM-Playground/pull/20",
+        3,
+        "-> data",
+        """
 net = nn.Linear(4, 1); optimizer = torch.optim.AdamW(net.parameters())
 for step in range(30):
     y = data(step, seed=1)[:, :1]
@@ -130,8 +168,13 @@ for step in range(30):
     if torch.isnan(loss):
         continue
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""),
-    "step_skipped_if_nan": ("https://github.com/karpathy/nanoGPT/pull/227", 3, "-> divergence", """
+""",
+    ),
+    "step_skipped_if_nan": (
+        "https://github.com/karpathy/nanoGPT/pull/227",
+        3,
+        "-> divergence",
+        """
 def body(layers, x):
     h = layers[0](x)
     return h / x.sum(1, keepdim=True)  # here
@@ -144,8 +187,13 @@ for step in range(9):
     if not loss.isfinite():
         print("skipped"); continue
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""),
-    "exit_at_a_nan": ("https://github.com/mlfoundations/open_lm/pull/7", 3, "-> divergence", """
+""",
+    ),
+    "exit_at_a_nan": (
+        "https://github.com/mlfoundations/open_lm/pull/7",
+        3,
+        "-> divergence",
+        """
 def body(layers, x):
     return (layers[0](x) * x.abs().sum(1, keepdim=True)).log()  # here
 net = Net(body, nn.Linear(4, 1)); optimizer = torch.optim.AdamW(net.parameters())
@@ -155,9 +203,13 @@ for step in range(9):
     if loss.item() != loss.item() or abs(loss.item()) == float("inf"):
         sys.exit("Loss is not finite")
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""),
-    "every_label_masked": ("https://github.com/londonaicentre/FLIP/pull/766", 3,
-                           "division by zero|max\\(1|-> data", """
+""",
+    ),
+    "every_label_masked": (
+        "https://github.com/londonaicentre/FLIP/pull/766",
+        3,
+        "division by zero|max\\(1|-> data",
+        """
 net = nn.Linear(4, 3)
 def loss_of(step):
     labels = torch.ones(6, 3) if step not in (3, 4) else -torch.ones(6, 3)
@@ -166,29 +218,46 @@ def loss_of(step):
                                               reduction="none")
     return (loss * known).sum() / known.sum()  # here
 loop(net, loss_of)
-"""),
-    "validation_of_nothing": ("https://github.com/rasbt/LLMs-from-scratch/pull/124", 3,
-                              "read nan at script.py", """
+""",
+    ),
+    "validation_of_nothing": (
+        "https://github.com/rasbt/LLMs-from-scratch/pull/124",
+        3,
+        "read nan at script.py",
+        """
 net = nn.Linear(4, 1)
 loop(net, lambda step: net(data(step)).square().mean())
 with torch.no_grad():
     losses = [net(x).mean() for x in data(0)[6:].split(2)]
     print("validation", float(torch.stack([net(data(0))[6:].mean()]).mean()))  # here
-"""),
-    "norm_weights_of_one_in_bf16": ("https://github.com/vllm-project/speculators/pull/765", 0,
-                                    "1 bfloat16 tensors? had gradients .* never changed", """
+""",
+    ),
+    "norm_weights_of_one_in_bf16": (
+        "https://github.com/vllm-project/speculators/pull/765",
+        0,
+        "1 bfloat16 tensors? had gradients .* never changed",
+        """
 net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.RMSNorm(8)).to(torch.bfloat16)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=0.0)
 loop(net, lambda step: net(data(step).bfloat16()).float().square().mean(), 20, optimizer)
-"""),
-    "no_master_weights": ("https://github.com/workofart/ml-by-hand/pull/85", 0,
-                          "2 bfloat16 tensors had gradients .* never changed", """
+""",
+    ),
+    "no_master_weights": (
+        "https://github.com/workofart/ml-by-hand/pull/85",
+        0,
+        "2 bfloat16 tensors had gradients .* never changed",
+        """
 net = nn.Linear(4, 3).to(torch.bfloat16)
 nn.init.ones_(net.weight); nn.init.ones_(net.bias)
 optimizer = torch.optim.AdamW(net.parameters(), 6e-4, weight_decay=0.0)
 loop(net, lambda step: net(data(step).bfloat16()).float().square().mean(), 20, optimizer)
-"""),
-    "muon_of_a_zero_gradient": ("https://github.com/microsoft/dion/pull/24", 3, "-> optimizer", """
+""",
+    ),
+    "muon_of_a_zero_gradient": (
+        "https://github.com/microsoft/dion/pull/24",
+        3,
+        "-> optimizer",
+        """
 class NorMuon(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-2})
@@ -201,9 +270,13 @@ class NorMuon(torch.optim.Optimizer):
 net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
 net[1].weight.data.zero_()
 loop(net, lambda step: (net(data(step)) - 1).square().mean(), 8, NorMuon(net.parameters()))
-"""),
-    "neuron_norm_of_an_optimizer": ("https://github.com/kozistr/pytorch_optimizer/issues/120", 3,
-                                    "-> optimizer", """
+""",
+    ),
+    "neuron_norm_of_an_optimizer": (
+        "https://github.com/kozistr/pytorch_optimizer/issues/120",
+        3,
+        "-> optimizer",
+        """
 class Nero(torch.optim.Optimizer):
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-2})
@@ -217,9 +290,13 @@ net.weight.data[1] = 0
 target = torch.tensor([1.0, 0, 1])
 loop(net, lambda step: (net(data(step)) - target).square()[:, ::2].mean(), 8,
      Nero(net.parameters()))
-"""),
-    "loss_weighted_by_its_spread": ("https://github.com/rickgroen/cov-weighting/issues/3", 3,
-                                    "-> divergence", """
+""",
+    ),
+    "loss_weighted_by_its_spread": (
+        "https://github.com/rickgroen/cov-weighting/issues/3",
+        3,
+        "-> divergence",
+        """
 net = nn.Linear(4, 2)
 history = []
 def loss_of(step):
@@ -228,9 +305,13 @@ def loss_of(step):
     weights = losses.detach() / history[-1]  # here
     return (weights * losses).sum()
 loop(net, loss_of)
-"""),
-    "a_scale_of_zero": ("https://github.com/huzi96/Coarse2Fine-PyTorch/issues/16", 3,
-                        "-> divergence", """
+""",
+    ),
+    "a_scale_of_zero": (
+        "https://github.com/huzi96/Coarse2Fine-PyTorch/issues/16",
+        3,
+        "-> divergence",
+        """
 def body(layers, x):
     mean, scale = layers[0](x).chunk(2, 1)
     return (x[:, :2] - mean) / scale.relu()  # here
@@ -241,9 +322,13 @@ def loss_of(step):
         net.layers[0].bias.data[3] = -50
     return net(data(step)).tanh().square().mean()
 loop(net, loss_of)
-"""),
-    "attention_mask_in_fp16": ("https://github.com/facebookresearch/fairseq/issues/3575", 3,
-                               "-> precision", """
+""",
+    ),
+    "attention_mask_in_fp16": (
+        "https://github.com/facebookresearch/fairseq/issues/3575",
+        3,
+        "-> precision",
+        """
 def body(layers, x):
     scores = layers[0](x) @ layers[1](x).T
     hidden = torch.eye(len(x), dtype=torch.bool)
@@ -253,10 +338,14 @@ def loss_of(step):
     with torch.autocast("cpu", torch.float16):
         return net(data(step)).float().square().mean()
 loop(net, loss_of)
-"""),
+""",
+    ),
     # --- From here on: committed before the work on version 3.0.0 began.
-    "no_onset_in_the_sample": ("https://github.com/york135/CTC_CE_for_AST/issues/3", 3,
-                               "-> divergence(.|\n)*division by zero", """
+    "no_onset_in_the_sample": (
+        "https://github.com/york135/CTC_CE_for_AST/issues/3",
+        3,
+        "-> divergence(.|\n)*division by zero",
+        """
 net = nn.Linear(4, 1)
 def loss_of(step):
     weight = torch.ones(6) * (step != 4)
@@ -264,9 +353,13 @@ def loss_of(step):
                                               reduction="none")
     return torch.dot(each, weight) / torch.sum(weight)  # here
 loop(net, loss_of)
-"""),
-    "side_of_a_flat_triangle": ("https://github.com/akanazawa/cmr/issues/11", 3,
-                                "-> divergence(.|\n)*sqrt\\(x.clamp", """
+""",
+    ),
+    "side_of_a_flat_triangle": (
+        "https://github.com/akanazawa/cmr/issues/11",
+        3,
+        "-> divergence(.|\n)*sqrt\\(x.clamp",
+        """
 net = nn.Linear(4, 2)
 def loss_of(step):
     x = data(step)
@@ -276,9 +369,13 @@ def loss_of(step):
     side = (corner[0] - corner[1]).square().sum().sqrt()  # here
     return corner.square().mean() + side
 loop(net, loss_of)
-"""),
-    "gradient_penalty_of_a_dead_critic": ("https://github.com/keras-team/keras-io/issues/910", 3,
-                                          "-> divergence(.|\n)*sqrt", """
+""",
+    ),
+    "gradient_penalty_of_a_dead_critic": (
+        "https://github.com/keras-team/keras-io/issues/910",
+        3,
+        "-> divergence(.|\n)*sqrt",
+        """
 critic = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 1))
 def loss_of(step):
     if step == 3:
@@ -289,9 +386,13 @@ def loss_of(step):
     norm = slope.square().sum(1).sqrt()  # here
     return score.mean() + 10 * (norm - 1).square().mean()
 loop(critic, loss_of)
-"""),
-    "ratio_of_an_old_policy": ("https://github.com/THUDM/slime/pull/2198", 3,
-                               "-> divergence(.|\n)*exp", """
+""",
+    ),
+    "ratio_of_an_old_policy": (
+        "https://github.com/THUDM/slime/pull/2198",
+        3,
+        "-> divergence(.|\n)*exp",
+        """
 policy = nn.Linear(4, 3)
 def loss_of(step):
     x = data(step)
@@ -303,9 +404,13 @@ def loss_of(step):
     ratio = (logp - old).exp()  # here
     return -(ratio * advantage).mean()
 loop(policy, loss_of)
-"""),
-    "teacher_padded_with_minus_infinity": ("https://github.com/huggingface/trl/pull/5594", 3,
-                                           "-> (divergence|data)", """
+""",
+    ),
+    "teacher_padded_with_minus_infinity": (
+        "https://github.com/huggingface/trl/pull/5594",
+        3,
+        "-> (divergence|data)",
+        """
 student = nn.Linear(4, 3)
 def loss_of(step):
     teacher = data(step, seed=1)[:, :3].log_softmax(1)
@@ -315,9 +420,13 @@ def loss_of(step):
     terms = log_p.exp() * (log_p - teacher)  # here
     return terms.nan_to_num(posinf=0).sum(1).mean()
 loop(student, loss_of)
-"""),
-    "weight_of_a_class_that_is_absent": ("https://github.com/webis-de/small-text/issues/39", 3,
-                                         "NumPy", """
+""",
+    ),
+    "weight_of_a_class_that_is_absent": (
+        "https://github.com/webis-de/small-text/issues/39",
+        3,
+        "NumPy",
+        """
 import numpy
 numpy.seterr(all="ignore")
 net = nn.Linear(4, 3)
@@ -330,10 +439,13 @@ def loss_of(step):
     target = F.one_hot(labels, 3).float()
     return F.binary_cross_entropy_with_logits(net(data(step)), target, weight * target)  # here
 loop(net, loss_of)
-"""),
-    "embedding_that_nobody_initialised": ("https://github.com/sauradip/STALE/issues/16", 3,
-                                          "bg_embeddings(.|\n)*-> weights|-> weights(.|\n)*bg_emb",
-                                          """
+""",
+    ),
+    "embedding_that_nobody_initialised": (
+        "https://github.com/sauradip/STALE/issues/16",
+        3,
+        "bg_embeddings(.|\n)*-> weights|-> weights(.|\n)*bg_emb",
+        """
 class Stale(nn.Module):
     def __init__(self):
         super().__init__()
@@ -345,9 +457,13 @@ class Stale(nn.Module):
         return self.fc(x) @ text.T
 net = Stale()
 loop(net, lambda step: net(data(step)).square().mean())
-"""),
-    "picture_of_one_grey": ("https://github.com/vanvalenlab/deepcell-toolbox/issues/71", 3,
-                            "division by zero|0 / 0", """
+""",
+    ),
+    "picture_of_one_grey": (
+        "https://github.com/vanvalenlab/deepcell-toolbox/issues/71",
+        3,
+        "division by zero|0 / 0",
+        """
 net = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 def loss_of(step):
     image = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(step))
@@ -357,9 +473,13 @@ def loss_of(step):
     image = (image - mean) / std  # here
     return net(image).square().mean()
 loop(net, loss_of)
-"""),
-    "file_with_a_gap": ("https://github.com/CielAl/torch-staintools/issues/23", 3,
-                        "-> data(.|\n)*samples 2 ", """
+""",
+    ),
+    "file_with_a_gap": (
+        "https://github.com/CielAl/torch-staintools/issues/23",
+        3,
+        "-> data(.|\n)*samples 2 ",
+        """
 import numpy
 table = numpy.random.RandomState(0).randn(32, 5).astype("float32")
 table[18, 2] = numpy.nan
@@ -370,9 +490,13 @@ net = nn.Linear(4, 1); optimizer = torch.optim.Adam(net.parameters())
 for batch in torch.utils.data.DataLoader(Rows(), batch_size=4):
     loss = F.mse_loss(net(batch["x"]).flatten(), batch["y"])
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""),
-    "focal_loss_of_a_sure_answer": ("https://github.com/gnn-tracking/gnn_tracking/issues/104", 3,
-                                    "-> divergence(.|\n)*(log of 0|log\\(x.clamp)", """
+""",
+    ),
+    "focal_loss_of_a_sure_answer": (
+        "https://github.com/gnn-tracking/gnn_tracking/issues/104",
+        3,
+        "-> divergence(.|\n)*(log of 0|log\\(x.clamp)",
+        """
 net = nn.Linear(4, 1)
 def focal(p, target, gamma=2.0):
     good = -(1 - p).pow(gamma) * target * p.log()
@@ -384,9 +508,13 @@ def loss_of(step):
         x[1] = 1e3 * net.weight.detach().sign()
     return focal(net(x).sigmoid(), torch.ones(6, 1))
 loop(net, loss_of)
-"""),
-    "gradients_summed_in_half": ("https://github.com/andreped/GradientAccumulator/issues/35", 3,
-                                 "-> precision", """
+""",
+    ),
+    "gradients_summed_in_half": (
+        "https://github.com/andreped/GradientAccumulator/issues/35",
+        3,
+        "-> precision",
+        """
 net = nn.Linear(4, 1, bias=False).half()
 optimizer = torch.optim.SGD(net.parameters(), 1e-6)
 for step in range(6):
@@ -396,9 +524,14 @@ for step in range(6):
         loss = out.float().sum() * (2500 if step == 3 else 1)
         loss.backward()
     optimizer.step()
-"""),
+""",
+    ),
     # --- The ten of another batch: they were run for the first time when all was mended.
-    "box_without_a_width": ("https://github.com/amdegroot/ssd.pytorch/issues/73", 3, "log of 0", """
+    "box_without_a_width": (
+        "https://github.com/amdegroot/ssd.pytorch/issues/73",
+        3,
+        "log of 0",
+        """
 net = nn.Linear(4, 2)
 def loss_of(step):
     size = data(step, seed=2)[:, :2].abs() + 0.1
@@ -408,9 +541,13 @@ def loss_of(step):
         target = torch.log(size / 0.5)  # here
     return F.smooth_l1_loss(net(data(step)), target)
 loop(net, loss_of)
-"""),
-    "learning_rate_without_warm_up": ("https://github.com/mlcommons/hpc/pull/27", 3,
-                                      "lr=nan(.|\n)*-> optimizer|-> optimizer(.|\n)*lr=nan", """
+""",
+    ),
+    "learning_rate_without_warm_up": (
+        "https://github.com/mlcommons/hpc/pull/27",
+        3,
+        "lr=nan(.|\n)*-> optimizer|-> optimizer(.|\n)*lr=nan",
+        """
 net = nn.Linear(4, 2); optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 warm_up = 0.0
 rate = lambda step: float(torch.tensor(step / 1.0) / warm_up) if step < 1 else 1.0
@@ -418,9 +555,13 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 for step in range(6):
     loss = net(data(step)).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step(); schedule.step()
-"""),
-    "advantage_of_a_batch_of_one": ("https://github.com/araffin/sbx/pull/57", 3,
-                                    "spread of one number", """
+""",
+    ),
+    "advantage_of_a_batch_of_one": (
+        "https://github.com/araffin/sbx/pull/57",
+        3,
+        "spread of one number",
+        """
 policy = nn.Linear(4, 3)
 def loss_of(step):
     x = data(step, 1 if step == 5 else 6)
@@ -428,9 +569,13 @@ def loss_of(step):
     advantage = (reward - reward.mean()) / (reward.std() + 1e-8)  # here
     return -(policy(x).log_softmax(1)[:, 0] * advantage).mean()
 loop(policy, loss_of)
-"""),
-    "answer_cut_off_by_the_tokenizer": ("https://github.com/microsoft/LMOps/issues/38", 3,
-                                        "division by zero|max\\(1", """
+""",
+    ),
+    "answer_cut_off_by_the_tokenizer": (
+        "https://github.com/microsoft/LMOps/issues/38",
+        3,
+        "division by zero|max\\(1",
+        """
 student, teacher = nn.Linear(4, 5), nn.Linear(4, 5)
 def loss_of(step):
     x, label = data(step), torch.randint(5, (6,))
@@ -442,9 +587,13 @@ def loss_of(step):
     mask = (label != -100).int()
     return -torch.sum(each * mask) / torch.sum(mask)  # here
 loop(student, loss_of)
-"""),
-    "centre_of_no_instance": ("https://github.com/pqhieu/jsis3d/issues/26", 3,
-                              "mean over nothing", """
+""",
+    ),
+    "centre_of_no_instance": (
+        "https://github.com/pqhieu/jsis3d/issues/26",
+        3,
+        "mean over nothing",
+        """
 net = nn.Linear(4, 3)
 def centres(embedded, label, n):
     return torch.stack([embedded[label == k].mean(0) for k in range(n)])  # here
@@ -454,8 +603,13 @@ def loss_of(step):
         label[label == 2] = 1
     return torch.norm(centres(net(data(step)), label, 3), 2, dim=1).mean()
 loop(net, loss_of)
-"""),
-    "clamp_in_half": ("https://github.com/NVIDIA/apex/issues/358", 3, "-> precision", """
+""",
+    ),
+    "clamp_in_half": (
+        "https://github.com/NVIDIA/apex/issues/358",
+        3,
+        "-> precision",
+        """
 net = nn.Linear(4, 1)
 def loss_of(step):
     with torch.autocast("cpu", torch.float16):
@@ -467,8 +621,13 @@ def loss_of(step):
         y = torch.ones(6, 1, dtype=torch.float16)
         return -(y * torch.log(p) + (1 - y) * torch.log(1 - p)).float().mean()  # here
 loop(net, loss_of)
-"""),
-    "log_of_one_minus_softmax": ("https://github.com/thuml/MDD/issues/4", 3, "log of 0", """
+""",
+    ),
+    "log_of_one_minus_softmax": (
+        "https://github.com/thuml/MDD/issues/4",
+        3,
+        "log of 0",
+        """
 net, adversary = nn.Linear(4, 4), nn.Linear(4, 3)
 optimizer = torch.optim.SGD([*net.parameters(), *adversary.parameters()], 0.01)
 def loss_of(step):
@@ -479,9 +638,13 @@ def loss_of(step):
     target = out.argmax(1)
     return F.nll_loss(torch.log(1 - F.softmax(out, dim=1)), target)  # here
 loop(net, loss_of, optimizer=optimizer)
-"""),
-    "features_divided_by_zero_before": ("https://github.com/liujch1998/SoftLabelCCRF/issues/1", 3,
-                                        "-> data(.|\n)*samples 1 ", """
+""",
+    ),
+    "features_divided_by_zero_before": (
+        "https://github.com/liujch1998/SoftLabelCCRF/issues/1",
+        3,
+        "-> data(.|\n)*samples 1 ",
+        """
 import numpy
 numpy.seterr(all="ignore")
 pixels = numpy.random.RandomState(1).rand(24, 4).astype("float32")
@@ -494,9 +657,13 @@ optimizer = torch.optim.AdamW(net.parameters())
 for x, y in loader:
     loss = F.cross_entropy(net(x), y)
     optimizer.zero_grad(); loss.backward(); optimizer.step()
-"""),
-    "adam_of_half_weights": ("https://github.com/afiaka87/glide-finetune/pull/6", 3,
-                             "eps=1e-08 is exactly 0(.|\n)*", """
+""",
+    ),
+    "adam_of_half_weights": (
+        "https://github.com/afiaka87/glide-finetune/pull/6",
+        3,
+        "eps=1e-08 is exactly 0(.|\n)*",
+        """
 net = nn.Linear(4, 3).half()
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
 def loss_of(step):
@@ -504,10 +671,13 @@ def loss_of(step):
     x[:, 0] = 0
     return net(x).float().square().mean()
 loop(net, loss_of, optimizer=optimizer)
-"""),
+""",
+    ),
     "old_probability_underflows": (
-        "https://github.com/MorvanZhou/Reinforcement-learning-with-tensorflow/issues/163", 3,
-        "division by zero", """
+        "https://github.com/MorvanZhou/Reinforcement-learning-with-tensorflow/issues/163",
+        3,
+        "division by zero",
+        """
 policy = nn.Linear(4, 3)
 old_policy = nn.Linear(4, 3)
 def loss_of(step):
@@ -521,7 +691,8 @@ def loss_of(step):
     ratio = p / old  # here
     return -ratio.clamp(0.8, 1.2).mean()
 loop(policy, loss_of)
-"""),
+""",
+    ),
 }
 
 CASES = [

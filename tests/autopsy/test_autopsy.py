@@ -72,8 +72,9 @@ def expect(report, says="", advice="", cure=(), **fields):
 FAULTS = []  # see the last test of this file
 
 
-def tells(sentence, between=lambda h: h, batch=(X, Y), half=False, loss_of=F.cross_entropy,
-           **expected):
+def tells(
+    sentence, between=lambda h: h, batch=(X, Y), half=False, loss_of=F.cross_entropy, **expected
+):
     """A step of Net(between), and what its report says: see `expect`."""
     step = between, batch, half, loss_of
     FAULTS.append(pytest.param(step, expected, id=sentence))
@@ -100,8 +101,15 @@ WRITES = {
     "new_full": lambda h: h + h.new_full((5,), math.nan),
 }
 for name, write in WRITES.items():
-    tells(f"a number that the script writes by {name} is data", write,
-          verdict="data", in_wider_types=(), names=(), says="writes", advice="test_autopsy.py")
+    tells(
+        f"a number that the script writes by {name} is data",
+        write,
+        verdict="data",
+        in_wider_types=(),
+        names=(),
+        says="writes",
+        advice="test_autopsy.py",
+    )
 
 
 def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
@@ -110,8 +118,15 @@ def test_an_fp16_overflow_in_a_linear_is_precision_and_names_the_samples():
     with torch.no_grad():
         net.first.weight.fill_(3.0)
     report = autopsied(net, (x, Y), half=True)
-    expect(report, verdict="precision", module="first", phase="forward", samples=(2, 5),
-           op="aten.addmm.default", advice="first in fp32")
+    expect(
+        report,
+        verdict="precision",
+        module="first",
+        phase="forward",
+        samples=(2, 5),
+        op="aten.addmm.default",
+        advice="first in fp32",
+    )
     headline, what_to_do, *evidence = str(report).splitlines()
     assert headline == f"{report.line}: loss is nan at step 7 (fp16) -> precision"
     assert what_to_do == f"  try: {report.suggestion}"
@@ -125,8 +140,12 @@ def test_a_bad_scaled_step_that_is_finite_without_the_scale_is_calibration():
     expect(report, verdict="calibration", op="")
 
 
-tells("an in-place operation does not hide its own fault", lambda h: h.clone().sub_(h).log_(),
-      op="aten.log_.default", module="")
+tells(
+    "an in-place operation does not hide its own fault",
+    lambda h: h.clone().sub_(h).log_(),
+    op="aten.log_.default",
+    module="",
+)
 
 
 def test_bad_input_is_data_with_its_sample_and_index_though_the_step_has_soiled_batch_norm():
@@ -177,10 +196,20 @@ def test_an_embedding_index_out_of_range_is_data():
     expect(autopsied(net, (ids, Y)), verdict="data", module="0", samples=(6,))
 
 
-tells("a bug in the code is an error", lambda h: h.view(3, 7),
-      verdict="error", op="aten.view.default", says="raised")
-tells("a bug outside of torch is an error", lambda h: [1][5],
-      verdict="error", op="IndexError", says="raised")
+tells(
+    "a bug in the code is an error",
+    lambda h: h.view(3, 7),
+    verdict="error",
+    op="aten.view.default",
+    says="raised",
+)
+tells(
+    "a bug outside of torch is an error",
+    lambda h: [1][5],
+    verdict="error",
+    op="IndexError",
+    says="raised",
+)
 
 
 def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soils_is_not():
@@ -194,8 +223,9 @@ def test_a_hidden_state_that_was_bad_before_is_named_and_one_that_this_step_soil
     record.keep(X, Y)
     stepper(net)((X, Y), False)
     report = examine(stepper(net), record, net)
-    expect(report, verdict="divergence", op="aten.pow.Tensor_Scalar",
-           advice="initialised")  # they have grown before any update
+    expect(
+        report, verdict="divergence", op="aten.pow.Tensor_Scalar", advice="initialised"
+    )  # they have grown before any update
     net.h = torch.full((8, 5), math.inf)
     expect(autopsied(net), names=("attribute h",))
 
@@ -215,11 +245,14 @@ def one_row_is_missing(h):
     return out
 
 
-@pytest.mark.parametrize(("between", "expected"), [
-    (lambda h: h + torch.empty_like(h), dict(op="aten.empty_like.default")),
-    (lambda h: h + torch.empty_like(h).copy_(h), dict(verdict="not reproducible", op="")),
-    (one_row_is_missing, dict(samples=(7,))),  # what was written later is good
-])
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (lambda h: h + torch.empty_like(h), dict(op="aten.empty_like.default")),
+        (lambda h: h + torch.empty_like(h).copy_(h), dict(verdict="not reproducible", op="")),
+        (one_row_is_missing, dict(samples=(7,))),  # what was written later is good
+    ],
+)
 def test_memory_that_nobody_wrote_is_named_and_memory_that_was_written_is_not(between, expected):
     torch.use_deterministic_algorithms(True)  # torch.empty is then full of NaN
     try:
@@ -236,17 +269,26 @@ def block(h):
 
 
 ROOT = dict(phase="backward", node="SqrtBackward0", cure=("eps", "sqrt"), says="in block: ")
-tells("a checkpointed block is named by its own line and the eps is tried in its second forward",
-      lambda h: checkpoint(block, h, use_reentrant=False), **ROOT)
-tells("a reentrant checkpoint is named by its own line and the eps is tried in its second forward",
-      lambda h: checkpoint(block, h, use_reentrant=True), **ROOT)
+tells(
+    "a checkpointed block is named by its own line and the eps is tried in its second forward",
+    lambda h: checkpoint(block, h, use_reentrant=False),
+    **ROOT,
+)
+tells(
+    "a reentrant checkpoint is named by its own line and the eps is tried in its second forward",
+    lambda h: checkpoint(block, h, use_reentrant=True),
+    **ROOT,
+)
 
 
 def test_a_module_used_twice_is_told_by_the_number_of_its_call():
     net = Net(lambda h: net.twice(net.twice(h).float() * 1e5))
     net.twice = nn.Linear(5, 5)
-    expect(autopsied(net, half=True), says="in twice, call 2 of this step (forward",
-           cure=("module", "twice", True))
+    expect(
+        autopsied(net, half=True),
+        says="in twice, call 2 of this step (forward",
+        cure=("module", "twice", True),
+    )
 
 
 def test_a_tensor_that_wraps_another_is_looked_into():
@@ -255,11 +297,18 @@ def test_a_tensor_that_wraps_another_is_looked_into():
     assert locator.origin_of([out.a]).op == "aten.div.Tensor"
 
 
-tells("sparse numbers are looked at",
-      lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
-      verdict="divergence", op="aten.log.default")
-tells("float8 is looked at", lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
-      verdict="divergence", op="aten.log.default")
+tells(
+    "sparse numbers are looked at",
+    lambda h: torch.log(torch.sparse.mm(torch.eye(8).to_sparse_csr(), h) * 0 - 1),
+    verdict="divergence",
+    op="aten.log.default",
+)
+tells(
+    "float8 is looked at",
+    lambda h: torch.log(h.to(torch.float8_e4m3fn).float() * 0 - 1),
+    verdict="divergence",
+    op="aten.log.default",
+)
 
 
 # --- Samples
@@ -348,9 +397,11 @@ def test_the_printed_island_was_tried_and_one_that_overflows_again_is_not_printe
 
 
 def test_where_a_module_in_fp32_does_not_help_its_parent_is_tried():
-    expect(diagnosis.by_autopsy(CASES["vae_with_half_weights"]),
-           says="decoder.up in fp32: still bad",
-           cure=("module", "decoder", True))
+    expect(
+        diagnosis.by_autopsy(CASES["vae_with_half_weights"]),
+        says="decoder.up in fp32: still bad",
+        cure=("module", "decoder", True),
+    )
 
 
 def test_what_no_module_can_mend_is_tried_at_its_line():
@@ -359,13 +410,24 @@ def test_what_no_module_can_mend_is_tried_at_its_line():
     assert report.tried[-1].outcome is Outcome.FINITE
 
 
-tells("an operation that it does not know is repeated in fp64 and gets no advice on the rate",
-      lambda h: torch.sinh(h * 0 + 1e3), verdict="divergence",
-      advice="no finite value at these inputs")
-tells("an operation that is finite in fp64 is said to be so", lambda h: torch.sinh(h * 0 + 100),
-      says="inf in float32, finite in float64", advice="not for float64")
-tells("0 * inf needs no trial", lambda h: (h * 0) * torch.tensor(-math.inf),
-      advice="0 * inf", tried=())
+tells(
+    "an operation that it does not know is repeated in fp64 and gets no advice on the rate",
+    lambda h: torch.sinh(h * 0 + 1e3),
+    verdict="divergence",
+    advice="no finite value at these inputs",
+)
+tells(
+    "an operation that is finite in fp64 is said to be so",
+    lambda h: torch.sinh(h * 0 + 100),
+    says="inf in float32, finite in float64",
+    advice="not for float64",
+)
+tells(
+    "0 * inf needs no trial",
+    lambda h: (h * 0) * torch.tensor(-math.inf),
+    advice="0 * inf",
+    tried=(),
+)
 
 
 @pytest.mark.parametrize("name", ["fp32", "float32", torch.float32, "O0", "no", "bf16"])
@@ -445,8 +507,13 @@ def test_minus_infinity_is_lawful_only_while_it_is_a_mask():
     assert "write 0 before the sum" in report.suggestion
 
 
-tells("a value that half cannot hold raises and is precision",
-      lambda h: h.masked_fill(h > 9, -1e9), half=True, verdict="precision", result_value="")
+tells(
+    "a value that half cannot hold raises and is precision",
+    lambda h: h.masked_fill(h > 9, -1e9),
+    half=True,
+    verdict="precision",
+    result_value="",
+)
 
 
 def test_a_teacher_beside_the_net_has_a_name():
@@ -463,9 +530,14 @@ def test_a_teacher_beside_the_net_has_a_name():
 # --- Kinds that were met in other people's code
 
 
-tells("a determinant below zero is an operation and no number that the script writes",
-      lambda h: h + torch.logdet(-torch.eye(3) * (1 + 0 * h.sum())),
-      verdict="divergence", op="torch.logdet", advice="slogdet", says="in the model itself")
+tells(
+    "a determinant below zero is an operation and no number that the script writes",
+    lambda h: h + torch.logdet(-torch.eye(3) * (1 + 0 * h.sum())),
+    verdict="divergence",
+    op="torch.logdet",
+    advice="slogdet",
+    says="in the model itself",
+)
 
 
 def test_a_number_that_half_has_rounded_to_zero_gets_no_eps_and_no_float_that_comes_too_late():
@@ -495,19 +567,30 @@ def test_a_step_of_half_weights_is_tried_in_bf16_and_a_cure_that_raises_is_not_t
     assert "could not be tried (RuntimeError" in in_words(report.tried[0]), report
     net.first.forward = lambda x: F.linear(x, net.first.weight) * 1e5 / 1e5
     net.between = nn.Identity()
-    expect(autopsied(net, half=True, run_step=run_step),
-           advice="first.float(), and then with torch.autocast")
+    expect(
+        autopsied(net, half=True, run_step=run_step),
+        advice="first.float(), and then with torch.autocast",
+    )
 
 
-tells("a conversion to half in the script is guilty itself",
-      lambda h: (h * 1e5).half().float(), half=True, verdict="precision",
-      op="aten._to_copy.default", says="  try: this number does not fit into half")
+tells(
+    "a conversion to half in the script is guilty itself",
+    lambda h: (h * 1e5).half().float(),
+    half=True,
+    verdict="precision",
+    op="aten._to_copy.default",
+    says="  try: this number does not fit into half",
+)
 
 
-@pytest.mark.parametrize(("train", "value", "name", "advice"), [
-    (True, math.nan, "buffer 1.running_var", ""),
-    (False, -0.5, "buffer 1.running_var is below 0", "a momentum outside of 0..1"),
-], ids=["nan in training, which does not use it", "a variance below zero, and not its root"])
+@pytest.mark.parametrize(
+    ("train", "value", "name", "advice"),
+    [
+        (True, math.nan, "buffer 1.running_var", ""),
+        (False, -0.5, "buffer 1.running_var is below 0", "a momentum outside of 0..1"),
+    ],
+    ids=["nan in training, which does not use it", "a variance below zero, and not its root"],
+)
 def test_a_bad_running_statistic_is_named(train, value, name, advice):
     net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3).train(train))
     net[1].running_var[0] = value
@@ -518,14 +601,16 @@ def test_a_target_of_binary_cross_entropy_is_no_class():
     net = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid())
     target = torch.tensor([[0.0], [1.0], [-1.7e38], [1.0]])
     report = autopsied(net, (torch.randn(4, 6), target), loss_of=F.binary_cross_entropy)
-    expect(report, advice="binary_cross_entropy takes targets in 0..1", verdict="data",
-           samples=(2,))
+    expect(
+        report, advice="binary_cross_entropy takes targets in 0..1", verdict="data", samples=(2,)
+    )
     assert "ignore_index" not in report.suggestion
 
 
 @pytest.mark.parametrize(("grown", "verdict"), [(False, "weights"), (True, "divergence")])
 def test_one_large_number_among_ordinary_ones_is_the_weights_and_growth_is_divergence(
-        grown, verdict):
+    grown, verdict
+):
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     with torch.no_grad():
         if grown:
@@ -536,20 +621,31 @@ def test_one_large_number_among_ordinary_ones_is_the_weights_and_growth_is_diver
     expect(autopsied(net, loss_of=lambda out, y: out.square().mean()), verdict=verdict, names=names)
 
 
-@pytest.mark.parametrize(("moments", "names"), [
-    ([1e-3, 1e30, 1e-3], ("optimizer state 0.bias.exp_avg holds 1e+30 among smaller ones",)),
-    ([1e30, 1e30, 1e30], ())])
+@pytest.mark.parametrize(
+    ("moments", "names"),
+    [
+        ([1e-3, 1e30, 1e-3], ("optimizer state 0.bias.exp_avg holds 1e+30 among smaller ones",)),
+        ([1e30, 1e30, 1e30], ()),
+    ],
+)
 def test_one_large_moment_is_named_and_moments_that_are_large_by_right_are_not(moments, names):
     net = nn.Sequential(nn.Linear(6, 3))
     state = {net[0].bias: {"exp_avg": torch.tensor(moments)}}
     expect(autopsied(net, state=state), names=names)
 
 
-tells("a clamp is no advice where it hides a negative number",
-      lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
-      cure=("eps",), advice="find out why")
-tells("a clamp is the advice for a zero", lambda h: h * (0 * h + torch.linspace(0, 1, 5)).log(),
-      cure=("eps",), advice="clamp(min=1e-6)")
+tells(
+    "a clamp is no advice where it hides a negative number",
+    lambda h: h * (0 * h + torch.linspace(-0.7, 1, 5)).log(),
+    cure=("eps",),
+    advice="find out why",
+)
+tells(
+    "a clamp is the advice for a zero",
+    lambda h: h * (0 * h + torch.linspace(0, 1, 5)).log(),
+    cure=("eps",),
+    advice="clamp(min=1e-6)",
+)
 
 
 def targets(value):
@@ -563,31 +659,52 @@ for loss_of, value, name in (
     (F.smooth_l1_loss, -math.inf, "target holds -inf"),  # which no softmax takes
     (lambda out, y: F.one_hot(y.long(), 3).sum() * out.sum(), 9, "label 9 is not in 0..2"),
 ):
-    tells(f"a number that is no target is data and its sample is named: {name}",
-          batch=targets(value), loss_of=loss_of, verdict="data", samples=(5,), names=(name,))
+    tells(
+        f"a number that is no target is data and its sample is named: {name}",
+        batch=targets(value),
+        loss_of=loss_of,
+        verdict="data",
+        samples=(5,),
+        names=(name,),
+    )
 
 
 OUTSIDE = bytearray(struct.pack("5f", *[math.nan] * 5))
-tells("a number from outside of torch is data",
-      lambda h: h * torch.frombuffer(OUTSIDE, dtype=torch.float32),
-      verdict="data", advice="NumPy, a constant")
+tells(
+    "a number from outside of torch is data",
+    lambda h: h * torch.frombuffer(OUTSIDE, dtype=torch.float32),
+    verdict="data",
+    advice="NumPy, a constant",
+)
 
 
 MASK = torch.tensor([[1.0] + [rest] * 4 for rest in (0, 0, 0, 1, 0, 0, 0, 0)]).half()
-tells("the samples of a mask that overflows are those that it makes nan",
-      lambda h: h * (h.half() * 0 + -1e10 * MASK).softmax(1), half=True,
-      verdict="precision", samples=(3,), advice="finfo")
+tells(
+    "the samples of a mask that overflows are those that it makes nan",
+    lambda h: h * (h.half() * 0 + -1e10 * MASK).softmax(1),
+    half=True,
+    verdict="precision",
+    samples=(3,),
+    advice="finfo",
+)
 
 
-tells("a sample that alone overflows is looked at before the learning rate",
-      lambda h: torch.exp(h.abs()) ** 3, (X * (1 + 9999 * torch.eye(8)[2][:, None]), Y),
-      verdict="divergence", samples=(2,),
-      says="  try: look at these samples, no other does this; else")
+tells(
+    "a sample that alone overflows is looked at before the learning rate",
+    lambda h: torch.exp(h.abs()) ** 3,
+    (X * (1 + 9999 * torch.eye(8)[2][:, None]), Y),
+    verdict="divergence",
+    samples=(2,),
+    says="  try: look at these samples, no other does this; else",
+)
 
 
-tells("a cure that was tried in vain is not advised", lambda h: torch.exp(h * 0 + 2e3) ** 3,
-      advice="learning rate",
-      says="  tried: exp(x.clamp(max=40)) at  ... : still bad")
+tells(
+    "a cure that was tried in vain is not advised",
+    lambda h: torch.exp(h * 0 + 2e3) ** 3,
+    advice="learning rate",
+    says="  tried: exp(x.clamp(max=40)) at  ... : still bad",
+)
 
 
 def attention(h):
@@ -595,8 +712,13 @@ def attention(h):
     return F.scaled_dot_product_attention(h, h, h)[0, 0]
 
 
-tells("large numbers whose sum is inf minus inf have grown", attention,
-      verdict="divergence", result_value="nan", advice="learning rate")
+tells(
+    "large numbers whose sum is inf minus inf have grown",
+    attention,
+    verdict="divergence",
+    result_value="nan",
+    advice="learning rate",
+)
 
 
 def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
@@ -609,8 +731,9 @@ def test_a_cure_covers_the_next_line_that_would_hide_its_inf():
     first = loss_of.__code__.co_firstlineno
     report = autopsied(Net(), half=True, loss_of=loss_of)
     for line in (first + 2, first + 3):
-        expect(report, verdict="precision", cure=("line",),
-               advice=f"test_autopsy.py:{line} in loss_of")
+        expect(
+            report, verdict="precision", cure=("line",), advice=f"test_autopsy.py:{line} in loss_of"
+        )
 
 
 def test_a_cure_is_tried_at_every_line_that_has_the_same_weak_operation():
@@ -625,8 +748,13 @@ def test_a_cure_is_tried_at_every_line_that_has_the_same_weak_operation():
         assert f"test_autopsy.py:{line} in loss_of" in report.tried[0].where, report
 
 
-tells("a batch that is wholly bad is no matter of samples", batch=(X / 0, Y),
-      verdict="data", samples=(0, 1, 2, 3, 4, 5, 6, 7), advice="every sample is bad")
+tells(
+    "a batch that is wholly bad is no matter of samples",
+    batch=(X / 0, Y),
+    verdict="data",
+    samples=(0, 1, 2, 3, 4, 5, 6, 7),
+    advice="every sample is bad",
+)
 
 
 def test_a_column_of_each_sample_is_taken_and_the_samples_are_still_known():
@@ -640,6 +768,7 @@ def test_a_column_of_each_sample_is_taken_and_the_samples_are_still_known():
 
 
 # --- Finite is not cured
+
 
 def contrast(logits, labels):
     e = (logits * 5 + 100).exp()
@@ -656,9 +785,14 @@ def unlikely(logits, labels):
     return -(-50 * logits.abs() - 60).sigmoid().log().mean()
 
 
-@pytest.mark.parametrize(("loss_of", "advice"), [
-    (contrast, "exp(x - x.amax(-1, keepdim=True))"), (partition, "torch.logsumexp(x, dim)"),
-    (unlikely, "log(x.clamp(min=1e-6)) is finite, but another")])
+@pytest.mark.parametrize(
+    ("loss_of", "advice"),
+    [
+        (contrast, "exp(x - x.amax(-1, keepdim=True))"),
+        (partition, "torch.logsumexp(x, dim)"),
+        (unlikely, "log(x.clamp(min=1e-6)) is finite, but another"),
+    ],
+)
 def test_a_cure_is_the_same_step_as_in_float64_or_it_is_told_and_not_advised(loss_of, advice):
     net = Net()
     net.head.weight.data *= 9
@@ -689,8 +823,9 @@ def test_entered_for_many_steps_it_forgets_what_is_freed():
 
 
 @needs_cuda  # its backward runs in another thread
-@pytest.mark.parametrize(("between", "phase"), [
-    (lambda h: torch.log(h * 0 - 1), "forward"), (block, "backward")])
+@pytest.mark.parametrize(
+    ("between", "phase"), [(lambda h: torch.log(h * 0 - 1), "forward"), (block, "backward")]
+)
 def test_forward_and_backward_faults_are_named_on_cuda(between, phase):
     report = autopsied(Net(between).cuda(), (X.cuda(), Y.cuda()))
     expect(report, verdict="divergence", module="", phase=phase)

@@ -22,7 +22,9 @@ from autopsy.tensors import flat_tensors
 from bench.scripts import lines_of
 from bench.scripts.planted import PREAMBLE
 
-BEGINS = PREAMBLE + """
+BEGINS = (
+    PREAMBLE
+    + """
 import contextlib, copy, math
 from torch.utils.checkpoint import checkpoint
 
@@ -54,110 +56,162 @@ def train(net, loss_of=F.cross_entropy, context=contextlib.nullcontext, batch=da
     state = [t.double().sum().item().hex() for t in net.state_dict().values()]
     print(*state, torch.rand(1).item().hex())
 """
+)
 # name: (script, what the first finding holds beside the line marked "# here")
 OVERFLOWS = {
-    "features that nobody scaled": ("""
+    "features that nobody scaled": (
+        """
     def middle(self, h):
         return self.mix(h * 1e4) / 1e6  # here
     net = Net(middle)
     net.mix.weight.data.mul_(30)
     train(net)
-    """, "aten.addmm.*mix.*times the end of fp16"),
-    "attention without a scale": ("""
+    """,
+        "aten.addmm.*mix.*times the end of fp16",
+    ),
+    "attention without a scale": (
+        """
     def middle(self, h):
         q = h * 300
         return (q @ q.T / 90000).softmax(1) @ h  # here
     train(Net(middle))
-    """, "aten.mm.*times the end of fp16"),
-    "a square by hand": ("""
+    """,
+        "aten.mm.*times the end of fp16",
+    ),
+    "a square by hand": (
+        """
     def middle(self, h):
         h = h * 300
         return (h * h).mean(1, keepdim=True).sqrt() + h / 300  # here
     train(Net(middle))
-    """, "aten.mul.*times the end of fp16"),
-    "the log of 1 - p": ("""
+    """,
+        "aten.mul.*times the end of fp16",
+    ),
+    "the log of 1 - p": (
+        """
     def loss_of(out, y):
         p = torch.sigmoid(out + 9)
         return -torch.log(1 - p).mean()  # here
     train(Net(), loss_of)
-    """, "aten.log.*becomes? 0 in (bfloat16|float16)"),
-    "an eps that half makes 0": ("""
+    """,
+        "aten.log.*becomes? 0 in (bfloat16|float16)",
+    ),
+    "an eps that half makes 0": (
+        """
     def middle(self, h):
         h = F.relu(h) * (torch.arange(16) > 2)[:, None]
         return h / (h.abs().mean(1, keepdim=True) + 1e-8)  # here
     train(Net(middle))
-    """, "aten.div.*1e-08 becomes? 0 in fp16"),
-    "an eps that half makes 0, whatever p is": ("""
+    """,
+        "aten.div.*1e-08 becomes? 0 in fp16",
+    ),
+    "an eps that half makes 0, whatever p is": (
+        """
     def loss_of(out, y):
         return -torch.log(torch.sigmoid(out) + 1e-8).mean()  # here
     train(Net(), loss_of)
-    """, "aten.log.*1e-08, which is to keep it from 0, is 0 in fp16"),
-    "a bound that half makes 1": ("""
+    """,
+        "aten.log.*1e-08, which is to keep it from 0, is 0 in fp16",
+    ),
+    "a bound that half makes 1": (
+        """
     def loss_of(out, y):
         p = torch.sigmoid(out).clamp(1e-6, 1 - 1e-6)
         return -torch.log(1 - p).mean()  # here
     train(Net(), loss_of)
-    """, "aten.log.*0.999999, its bound, is 1 in fp16"),
-    "x + 1 - 1": ("""
+    """,
+        "aten.log.*0.999999, its bound, is 1 in fp16",
+    ),
+    "x + 1 - 1": (
+        """
     def middle(self, h):
         grown = h * 1e-4 + 1
         return h + (grown - 1) * 1e4  # here
     train(Net(middle))
-    """, "aten.sub.*bfloat16"),
-    "a variance as a difference": ("""
+    """,
+        "aten.sub.*bfloat16",
+    ),
+    "a variance as a difference": (
+        """
     def middle(self, h):
         h = h + 50
         spread = (h * h).mean(1) - h.mean(1) ** 2  # here
         return h / spread[:, None].clamp(min=1e-3).sqrt()
     train(Net(middle))
-    """, "aten.sub.*bfloat16"),
-    "positions as numbers": ("""
+    """,
+        "aten.sub.*bfloat16",
+    ),
+    "positions as numbers": (
+        """
     table = nn.Linear(1, 16)
     def middle(self, h):
         places = table(torch.arange(1000.0)[:, None])  # here
         return h + places[-len(h):] / 1000
     train(Net(middle))
-    """, "aten.addmm.*whole numbers up to 999"),
-    "a mask of -1e9": ("""
+    """,
+        "aten.addmm.*whole numbers up to 999",
+    ),
+    "a mask of -1e9": (
+        """
     def middle(self, h):
         scores = (h @ h.T).masked_fill(torch.eye(16) > 0, -1e9)  # here
         return scores.softmax(1) @ h
     train(Net(middle))
-    """, "aten.masked_fill.*times the end of fp16"),
-    "two types in one operation that torch does not cast": ("""
+    """,
+        "aten.masked_fill.*times the end of fp16",
+    ),
+    "two types in one operation that torch does not cast": (
+        """
     def middle(self, h):
         rows = torch.zeros(4, h.shape[1])
         rows.index_add_(0, torch.arange(len(h)) % 4, self.mix(h))  # here
         return h + rows.repeat(4, 1)
     train(Net(middle))
-    """, "aten.index_add_.*half and fp32 together"),
-    "a decomposition, beside a matrix of the type of another": ("""
+    """,
+        "aten.index_add_.*half and fp32 together",
+    ),
+    "a decomposition, beside a matrix of the type of another": (
+        """
     def middle(self, h):
         gram = h.T @ h
         ridge = torch.eye(len(gram), dtype=gram.dtype)
         return torch.linalg.solve(gram + ridge, self.mix(h).T).T  # here
     train(Net(middle))
-    """, "linalg_solve.*no kernel for half"),
-    "angles from a product in half": ("""
+    """,
+        "linalg_solve.*no kernel for half",
+    ),
+    "angles from a product in half": (
+        """
     def middle(self, h):
         times = torch.arange(len(h)) * 600.0
         angles = torch.einsum("i,j->ij", times, torch.logspace(0, -3, h.shape[1]))
         return h * angles.cos()  # here
     train(Net(middle))
-    """, "aten.cos.*fp16 rounds angles up to 9e.03 to multiples of 8, bf16 of 64"),
-    "gradients that become 0": ("""
+    """,
+        "aten.cos.*fp16 rounds angles up to 9e.03 to multiples of 8, bf16 of 64",
+    ),
+    "gradients that become 0": (
+        """
     def loss_of(out, y):
         return F.cross_entropy(out, y) * 1e-9
     train(Net(lambda self, h: self.mix(h)), loss_of)
-    """, "become 0 in fp16.*GradScaler"),
-    "gradients beyond the end": ("""
+    """,
+        "become 0 in fp16.*GradScaler",
+    ),
+    "gradients beyond the end": (
+        """
     train(Net(lambda self, h: self.mix(h)), lambda out, y: F.cross_entropy(out, y) * 1e8)
-    """, "backward.*times the end of fp16"),
-    "an overflow in fp16 that is there": ("""
+    """,
+        "backward.*times the end of fp16",
+    ),
+    "an overflow in fp16 that is there": (
+        """
     def middle(self, h):
         return (self.mix(h * 1e4) * 1e2).clamp(-9, 9)  # here
     train(Net(middle), context=lambda: torch.autocast("cpu", torch.float16))
-    """, "aten.mul.*times the end of fp16"),
+    """,
+        "aten.mul.*times the end of fp16",
+    ),
 }
 SQUARE = """
     class Square(torch.autograd.Function):
@@ -171,14 +225,18 @@ SQUARE = """
     """
 # name: (script, words)
 WRONG = {
-    "a result that is written to behind autograd's back": ("""
+    "a result that is written to behind autograd's back": (
+        """
     def middle(self, h):
         h = torch.sigmoid(self.norm(h))  # here
         h.data.mul_(2)
         return h
     train(Net(middle))
-    """, "SigmoidBackward0 reads a tensor that was written to"),
-    "a backward that writes into what it is given": ("""
+    """,
+        "SigmoidBackward0 reads a tensor that was written to",
+    ),
+    "a backward that writes into what it is given": (
+        """
     class Swish(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -189,8 +247,11 @@ WRONG = {
             x, s = ctx.saved_tensors[0], ctx.saved_tensors[0].sigmoid()
             return g.mul_(s * (1 + x * (1 - s)))
     train(Net(lambda self, h: h + self.mix(h) + Swish.apply(h)))  # here
-    """, "the backward of Swish writes into the gradient"),
-    "a backward that takes its gradient for contiguous": ("""
+    """,
+        "the backward of Swish writes into the gradient",
+    ),
+    "a backward that takes its gradient for contiguous": (
+        """
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -199,8 +260,11 @@ WRONG = {
         def backward(ctx, g):
             return 2 * g.as_strided(g.shape, (g.shape[1], 1))
     train(Net(lambda self, h: self.mix(Scaled.apply(h).t().contiguous()).t()))  # here
-    """, "Scaled is given a gradient that is not contiguous"),
-    "a hook that writes into what it is given": ("""
+    """,
+        "Scaled is given a gradient that is not contiguous",
+    ),
+    "a hook that writes into what it is given": (
+        """
     def watch(g):
         largest.append(float(g.abs_().max()))
     largest = []
@@ -209,29 +273,41 @@ WRONG = {
         branch.register_hook(watch)  # here
         return h + branch
     train(Net(middle))
-    """, "the hook watch writes into the gradient"),
-    "a hook outside of modules": ("""
+    """,
+        "the hook watch writes into the gradient",
+    ),
+    "a hook outside of modules": (
+        """
     net = Net()
     def loss_of(out, y):
         out.register_hook(lambda g: None if g.neg_().any() else None)  # here
         return F.cross_entropy(out, y)
     train(net, loss_of)
-    """, "<lambda> writes into the gradient"),
-    "a penalty without a graph": ("""
+    """,
+        "<lambda> writes into the gradient",
+    ),
+    "a penalty without a graph": (
+        """
     def loss_of(out, y):
         slope, = torch.autograd.grad(out.square().sum(), net.body.weight, retain_graph=True)
         penalty = (slope.norm() - 1).square()
         return F.cross_entropy(out, y) + 10 * penalty  # here
     net = Net()
     train(net, loss_of)
-    """, "this term of the loss has no gradient: .* without create_graph=True"),
-    "distances of points far away": ("""
+    """,
+        "this term of the loss has no gradient: .* without create_graph=True",
+    ),
+    "distances of points far away": (
+        """
     def loss_of(out, y):
         far = 9e3 + 3 * out
         return torch.cdist(far, far.detach().roll(1, 0)).mean()  # here
     train(Net(), loss_of, batch=lambda: data(32))
-    """, "_euclidean_dist.*fp32 loses its result"),
-    "what ctx holds is written to": ("""
+    """,
+        "_euclidean_dist.*fp32 loses its result",
+    ),
+    "what ctx holds is written to": (
+        """
     class Swish(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -246,14 +322,25 @@ WRONG = {
         wide = self.mix(Swish.apply(h))  # here
         return h.add_(wide)
     train(Net(middle))
-    """, "Swish keeps ctx.x, to which something writes"),
-    "a factor is missing": (SQUARE + """
+    """,
+        "Swish keeps ctx.x, to which something writes",
+    ),
+    "a factor is missing": (
+        SQUARE
+        + """
     train(Net(lambda self, h: Square.apply(h)))  # here
-    """, "Square: its backward gives"),
-    "the same of data, so that the step does not call it": (SQUARE + """
+    """,
+        "Square: its backward gives",
+    ),
+    "the same of data, so that the step does not call it": (
+        SQUARE
+        + """
     train(Net(lambda self, h: h + Square.apply(torch.ones_like(h))))  # here
-    """, "Square: its backward gives .*; no argument needs a gradient in this step"),
-    "the sign of the second argument": ("""
+    """,
+        "Square: its backward gives .*; no argument needs a gradient in this step",
+    ),
+    "the sign of the second argument": (
+        """
     class Fixed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, y):
@@ -264,8 +351,11 @@ WRONG = {
             x, y = ctx.saved_tensors
             return g * x.exp(), g * (1 - y.tanh() ** 2)
     train(Net(lambda self, h: Fixed.apply(h / 9, self.mix(h))))  # here
-    """, "Fixed: its backward gives.*argument 1"),
-    "a gradient that is not given": ("""
+    """,
+        "Fixed: its backward gives.*argument 1",
+    ),
+    "a gradient that is not given": (
+        """
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, scale):
@@ -275,8 +365,11 @@ WRONG = {
         def backward(ctx, g):
             return g * ctx.saved_tensors[1], None
     train(Net(lambda self, h: Scaled.apply(h, self.mix.weight.mean(1))))  # here
-    """, "Scaled: its backward gives 0 for argument 1"),
-    "tanh in bf16": ("""
+    """,
+        "Scaled: its backward gives 0 for argument 1",
+    ),
+    "tanh in bf16": (
+        """
     class Tanh(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -288,8 +381,11 @@ WRONG = {
             return g * (1 - ctx.saved_tensors[0])
     train(Net(lambda self, h: Tanh.apply(h)),  # here
           context=lambda: torch.autocast("cpu", torch.bfloat16))
-    """, "Tanh: its backward gives"),
-    "a kernel that is registered": ("""
+    """,
+        "Tanh: its backward gives",
+    ),
+    "a kernel that is registered": (
+        """
     @torch.library.custom_op("mine::gate", mutates_args=())
     def gate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x * y.sigmoid()
@@ -300,8 +396,11 @@ WRONG = {
         return g * y.sigmoid(), g * x * y.sigmoid()
     gate.register_autograd(backward, setup_context=keep)
     train(Net(lambda self, h: gate(h, self.mix(h))))  # here
-    """, "mine.gate.*: its backward gives.*argument 1"),
-    "a fused attention": ("""
+    """,
+        "mine.gate.*: its backward gives.*argument 1",
+    ),
+    "a fused attention": (
+        """
     library = torch.library.Library("aten", "IMPL")
     def kernel(g, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
         scale = scale or q.shape[-1] ** -0.5
@@ -316,8 +415,11 @@ WRONG = {
     net = Net(middle)
     net.q, net.v = nn.Linear(16, 16), nn.Linear(16, 16)
     train(net)
-    """, "gradient of mix.weight: off by"),
-    "a compiler": ("""
+    """,
+        "gradient of mix.weight: off by",
+    ),
+    "a compiler": (
+        """
     def backend(graph, inputs):
         def compiled(*args):
             out = graph(*args)
@@ -329,20 +431,28 @@ WRONG = {
     net.mix = torch.compile(net.mix, backend=backend)
     net.middle = lambda self, h: self.mix(h)
     train(net)
-    """, "gradient of mix.*: off by 0.2"),
-    "a checkpoint that draws another dropout": ("""
+    """,
+        "gradient of mix.*: off by 0.2",
+    ),
+    "a checkpoint that draws another dropout": (
+        """
     def part(self, h):
         return F.dropout(self.mix(h), 0.5)
     def middle(self, h):
         return h + checkpoint(part, self, h, use_reentrant=False, preserve_rng_state=False)  # here
     train(Net(middle))
-    """, r"draws other random numbers .*\(dropout at .*preserve_rng_state=False"),
-    "fp16 without a scaler": ("""
+    """,
+        r"draws other random numbers .*\(dropout at .*preserve_rng_state=False",
+    ),
+    "fp16 without a scaler": (
+        """
     def middle(self, h):
         return self.mix(h)
     train(Net(middle), lambda out, y: F.cross_entropy(out.float(), y) * 1e-7,
           context=lambda: torch.autocast("cpu", torch.float16))
-    """, "gradient of (head|mix|body).weight: off by.*too small for float16"),
+    """,
+        "gradient of (head|mix|body).weight: off by.*too small for float16",
+    ),
 }
 HEALTHY = {
     "dropout and BatchNorm": """
@@ -770,8 +880,9 @@ BOTH = pytest.mark.parametrize("question", QUESTIONS)
 
 @needs_unix
 @pytest.mark.parametrize(
-    ("question", "name"), [(question, name) for question, faults in QUESTIONS.items()
-                           for name in faults])
+    ("question", "name"),
+    [(question, name) for question, faults in QUESTIONS.items() for name in faults],
+)
 def test_the_fault_is_named_first_with_its_line_and_its_number(run, question, name):
     text, words = QUESTIONS[question][name]
     text = script(text)
@@ -827,7 +938,8 @@ def test_the_answer_follows_from_what_was_measured_and_its_words_from_the_answer
     assert ("it is right without compiled code" in text) == (way is Way.EAGER)
     assert all(cause in text for cause in measured.causes)
     assert ("gradient of w: off by" in text) == bool(
-        measured.wrong or measured.zeros or measured.rounded)
+        measured.wrong or measured.zeros or measured.rounded
+    )
 
 
 ENDS = script("""
@@ -892,7 +1004,8 @@ def test_a_checkpoint_that_draws_again_is_named_with_the_dropout(run, reentrant,
 @needs_unix
 def test_a_function_that_cannot_be_compared_is_no_reassurance(run):
     """Its forward uses weights of its own, of which it gives the gradient."""
-    done = run(script("""
+    done = run(
+        script("""
         class Again(torch.autograd.Function):
             @staticmethod
             def forward(ctx, run, x, *params):
@@ -906,7 +1019,9 @@ def test_a_function_that_cannot_be_compared_is_no_reassurance(run):
                     out = ctx.run(x)
                 return None, *torch.autograd.grad(out, (x, *ctx.params), g)
         train(Net(lambda self, h: Again.apply(self.mix, h, *self.mix.parameters())))
-    """), before=("--check-gradients",))
+    """),
+        before=("--check-gradients",),
+    )
     assert done.returncode == 4 and "not compared, so that nothing is known: Again" in done.stderr
 
 

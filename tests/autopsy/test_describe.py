@@ -125,9 +125,13 @@ def test_the_order_of_calls_is_told_with_what_is_left_over(loop):
     (usual,) = [line for line in loop if line.startswith("4 times, up to a step of AdamW: ")]
     assert usual.endswith(f": {after}, backward() {on('backward')} x 2, {step}")
     (epoch,) = [line for line in loop if line.startswith("3 times, up to a step of AdamW: ")]
-    for part in (f"torch.save({{net, epoch}}) {on('save')}", "eval()", "train()",
-                 f"net (Net) in eval mode without a graph {on('evaluation')}",
-                 f"iter(DataLoader) {on('loader')}"):  # fmt: skip
+    for part in (
+        f"torch.save({{net, epoch}}) {on('save')}",
+        "eval()",
+        "train()",
+        f"net (Net) in eval mode without a graph {on('evaluation')}",
+        f"iter(DataLoader) {on('loader')}",
+    ):
         assert part in epoch
     assert f"backward() {on('backward')} x 3" not in epoch
     (last,) = [line for line in loop if line.startswith("after that: ")]
@@ -330,10 +334,12 @@ def test_what_is_never_read_is_told_and_a_loss_of_another_step_is_no_idle_one(tm
     lines = described(tmp_path, PENALTY)[2]
     text = "\n".join(lines)
     (unread,) = [line for line in lines if line.startswith("set or given, and never read: ")]
-    for part in (f"the argument share, set anew, in penalty ({at('hidden', PENALTY)})",
-                 "the argument scale in penalty (script.py:7)",
-                 f"right in penalty ({at('right', PENALTY)})",
-                 f"part is set, and set again unread ({at('thrown away', PENALTY)})"):  # fmt: skip
+    for part in (
+        f"the argument share, set anew, in penalty ({at('hidden', PENALTY)})",
+        "the argument scale in penalty (script.py:7)",
+        f"right in penalty ({at('right', PENALTY)})",
+        f"part is set, and set again unread ({at('thrown away', PENALTY)})",
+    ):
         assert part in unread
     assert unread.count("; ") == 3, unread
     assert f"autograd.grad(create_graph=True) {on('slope', PENALTY)} x 2" in text
@@ -404,10 +410,14 @@ def test_a_run_that_is_interrupted_is_described(tmp_path):
     (tmp_path / "script.py").write_text(LOOP.replace("range(4)", "range(10**9)"))
     command = [sys.executable, ROOT / "autopsy", "--describe", "script.py"]
     with subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as run:  # fmt: skip
+    ) as run:
         while not (tmp_path / "last.pt").exists():
             assert run.poll() is None
             time.sleep(0.1)

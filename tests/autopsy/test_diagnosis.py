@@ -19,8 +19,15 @@ from bench.diagnosis.tools import msprobe
 
 ALL = CASES | FRESH
 KINDS = {"backward", "half", "data", "state", "divergence", "lawful", "exotic"}
-VERDICTS = {"precision", "data", "weights", "divergence", "not reproducible", "calibration",
-            "compiler"}
+VERDICTS = {
+    "precision",
+    "data",
+    "weights",
+    "divergence",
+    "not reproducible",
+    "calibration",
+    "compiler",
+}
 
 
 def outcome(case, fp32=False):
@@ -51,12 +58,12 @@ def test_a_case_is_well_formed_and_really_bad(name):
     assert judge.is_bad(step)
 
 
-
 CLAIMS = {"backward", "precision", "calibration", "divergence"}
 
 
-@pytest.mark.parametrize("name", [name for name, case in ALL.items()
-                                  if CLAIMS & {case.kind, *case.verdict}])
+@pytest.mark.parametrize(
+    "name", [name for name, case in ALL.items() if CLAIMS & {case.kind, *case.verdict}]
+)
 def test_a_case_is_what_it_is_said_to_be(name):
     """A bad backward has a finite loss, an error of precision is finite in fp32 and is mended by
     every island, a divergence is bad in fp32 too."""
@@ -92,18 +99,39 @@ def perfect(case):
     """A report that says just what is expected."""
     line = f"{case.file}:{case.lines[0]} in loss" if case.lines else ""
     fix = case.fix[0]
-    words = {"island": f"--keep-fp32 '{fix.removeprefix('island:')}'", "guard": "add an eps",
-             "fp32": "x.float()", "state": "--resume last_good.pt", "ctc": "zero_infinity",
-             "spread": "unbiased=False", "rate": "lower --lr", "count": "max(1, number of labels)",
-             "eigen": "add a jitter", "samples": "leave these samples out"}
-    return Answer(verdict=case.verdict[0], module=(case.module or ("",))[0],
-                  op=(case.op or ("",))[0], line=line, samples=case.samples or (),
-                  micro_batch=case.micro_batch or 0, names=(f"parameter {case.names}",),
-                  suggestion=words.get(fix.partition(":")[0], fix))
+    words = {
+        "island": f"--keep-fp32 '{fix.removeprefix('island:')}'",
+        "guard": "add an eps",
+        "fp32": "x.float()",
+        "state": "--resume last_good.pt",
+        "ctc": "zero_infinity",
+        "spread": "unbiased=False",
+        "rate": "lower --lr",
+        "count": "max(1, number of labels)",
+        "eigen": "add a jitter",
+        "samples": "leave these samples out",
+    }
+    return Answer(
+        verdict=case.verdict[0],
+        module=(case.module or ("",))[0],
+        op=(case.op or ("",))[0],
+        line=line,
+        samples=case.samples or (),
+        micro_batch=case.micro_batch or 0,
+        names=(f"parameter {case.names}",),
+        suggestion=words.get(fix.partition(":")[0], fix),
+    )
 
 
-MISTAKES = {"verdict": ("else",), "module": ("else",), "op": ("else",), "line": (1,),
-            "samples": (77,), "names": "else", "fix": ("island:else",)}
+MISTAKES = {
+    "verdict": ("else",),
+    "module": ("else",),
+    "op": ("else",),
+    "line": (1,),
+    "samples": (77,),
+    "names": "else",
+    "fix": ("island:else",),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -135,6 +163,7 @@ def tool(diagnose, says=ASKED, name="planted"):
 @pytest.fixture
 def contest(monkeypatch, capsys, tmp_path):
     """The last line of a contest among tools, and what it printed before."""
+
     def go(*tools, cases=CASES, more=()):
         named = {tool.NAME: tool for tool in tools}
         monkeypatch.setattr(__main__, "tools_here", lambda patterns: named)
@@ -172,8 +201,12 @@ def test_a_tool_that_crashes_hangs_dies_or_patches_torch_is_wrong_and_hurts_nobo
         return Answer(verdict="divergence")
 
     monkeypatch.setattr(judge, "SECONDS", 2)
-    ways = {"RuntimeError: planted": crash, "its process died": lambda build: os._exit(1),
-            "hangs": lambda build: time.sleep(60), "no Answer: 'sqrt'": lambda build: "sqrt"}
+    ways = {
+        "RuntimeError: planted": crash,
+        "its process died": lambda build: os._exit(1),
+        "hangs": lambda build: time.sleep(60),
+        "no Answer: 'sqrt'": lambda build: "sqrt",
+    }
     case = CASES["ciou_of_a_flat_box"]
     for word, way in ways.items():
         row = judge.trial(tool(way), case)
@@ -184,11 +217,18 @@ def test_a_tool_that_crashes_hangs_dies_or_patches_torch_is_wrong_and_hurts_nobo
 def test_where_a_rival_is_right_and_autopsy_is_not_the_file_says_so():
     def answers(ours, theirs):
         right = dict.fromkeys(ASKED)
-        return {"tools": {"autopsy": {"right": right | {"op": ours}},
-                          "rival": {"right": right | {"op": theirs}}}}
+        return {
+            "tools": {
+                "autopsy": {"right": right | {"op": ours}},
+                "rival": {"right": right | {"op": theirs}},
+            }
+        }
 
-    cases = {"lost": answers(False, True), "won": answers(True, False),
-             "hard": answers(False, False)}
+    cases = {
+        "lost": answers(False, True),
+        "won": answers(True, False),
+        "hard": answers(False, False),
+    }
     assert __main__.beaten(cases) == {"lost: op": ["rival"]}
 
 
@@ -221,11 +261,14 @@ def test_each_tool_answers_in_form_and_is_judged_on_what_it_says(name):
         assert row["right"]["op"] and row["right"]["line"], row["said"]
 
 
-@pytest.mark.parametrize(("name", "case", "seen"), [
-    ("anomaly mode", "vae_log_variance", {"op": "", "line": ""}),  # it is inf, no NaN
-    ("hooks", "t5_feed_forward", {"module": "ff.wo"}),
-    ("hooks", "where_does_not_stop_sqrt", {"module": None}),
-])
+@pytest.mark.parametrize(
+    ("name", "case", "seen"),
+    [
+        ("anomaly mode", "vae_log_variance", {"op": "", "line": ""}),  # it is inf, no NaN
+        ("hooks", "t5_feed_forward", {"module": "ff.wo"}),
+        ("hooks", "where_does_not_stop_sqrt", {"module": None}),
+    ],
+)
 def test_the_rivals_see_what_they_can_see(name, case, seen):
     assert judge.trial(TOOLS[name], CASES[case])["said"].items() >= seen.items()
 
@@ -235,17 +278,23 @@ LOOP = "File /home/me/loop.py, line 9, in <module>, \n loss(net, x)"
 FRAMES = [LIBRARY, "File /home/me/net.py, line 7, in block, \n return net.wo(h)", LOOP]
 
 
-@pytest.mark.parametrize(("call", "parents", "op", "module"), [
-    ("Functional.linear.1.forward", ["Module.ff.wo.Linear.forward.0"], "linear", "ff.wo"),
-    ("Tensor.sqrt.0.backward", [], "sqrt", ""),
-    ("Module.bn.BatchNorm1d.forward.0", [], "BatchNorm1d", "bn"),
-])
+@pytest.mark.parametrize(
+    ("call", "parents", "op", "module"),
+    [
+        ("Functional.linear.1.forward", ["Module.ff.wo.Linear.forward.0"], "linear", "ff.wo"),
+        ("Tensor.sqrt.0.backward", [], "sqrt", ""),
+        ("Module.bn.BatchNorm1d.forward.0", [], "BatchNorm1d", "bn"),
+    ],
+)
 def test_what_msprobe_reports_is_read_as_it_stands(call, parents, op, module):
     """Its report in a forward, in a backward (which has no stack), and of a module."""
     backward = "backward" in call
     outer = ["Module.ff.Net.forward.0", *parents] if parents else []
-    node = {"op_name": call, "construct_info": [*outer, call],
-            "stack_info": {} if backward else FRAMES}
+    node = {
+        "op_name": call,
+        "construct_info": [*outer, call],
+        "stack_info": {} if backward else FRAMES,
+    }
     read = msprobe.answer(node, {"0": [["Tensor.sqrt.0.forward"], FRAMES]})
     assert (read.op, read.module, read.line) == (op, module, "net.py:7 in block")
 

@@ -1,4 +1,5 @@
 """Experiments on one recorded call of a module: all is as it was afterwards."""
+
 import pytest
 from helpers import ROOT, run_script
 

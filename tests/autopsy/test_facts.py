@@ -30,9 +30,13 @@ def read_back(path, names=NAMES):
                 searched = node.args[-1] if pattern else node.func.value
         elif isinstance(node, ast.Compare):
             sides = node.left, *node.comparators
-            texts = [text for side in sides for text in getattr(side, "elts", [side])
-                     if isinstance(text, ast.JoinedStr)
-                     or (isinstance(text, ast.Constant) and isinstance(text.value, str))]
+            texts = [
+                text
+                for side in sides
+                for text in getattr(side, "elts", [side])
+                if isinstance(text, ast.JoinedStr)
+                or (isinstance(text, ast.Constant) and isinstance(text.value, str))
+            ]
             within = isinstance(node.ops[0], ast.In | ast.NotIn) and node.left in texts
             sentence = any(" " in ast.unparse(text) for text in texts)
             searched = node.comparators[0] if within else node.left if sentence else None
@@ -44,12 +48,19 @@ def read_back(path, names=NAMES):
 
 
 SENTENCES = (
-    "report.source.startswith('a ')", "'still bad' in ''.join(self.tried)",
-    "re.search('learning rate', report.suggestion)", "'float64' not in went",
-    "went.endswith('finite')", "report.in_wider_types == 'finite in float32'",
-    "symptom.partition(' is ')", "f'{source} is' in old.symptom", "BAD.match(text)",
-    "'nan' in ' '.join(name for name in tried)", "'divergence' in run.healing.cures",
-    "'eager mode' in run.healing.healed", "finding[:2] != ('no memory', step)",
+    "report.source.startswith('a ')",
+    "'still bad' in ''.join(self.tried)",
+    "re.search('learning rate', report.suggestion)",
+    "'float64' not in went",
+    "went.endswith('finite')",
+    "report.in_wider_types == 'finite in float32'",
+    "symptom.partition(' is ')",
+    "f'{source} is' in old.symptom",
+    "BAD.match(text)",
+    "'nan' in ' '.join(name for name in tried)",
+    "'divergence' in run.healing.cures",
+    "'eager mode' in run.healing.healed",
+    "finding[:2] != ('no memory', step)",
     "'wrong' in symptom.split()",
 )
 
@@ -64,8 +75,13 @@ def test_no_decision_of_autopsy_reads_a_sentence_back(tmp_path):
     for line in SENTENCES:
         planted.write_text(f"x = {line}\n")
         assert [*read_back(planted)] and [*read_back(planted, OF_RUN)], line
-    for line in ("'aten.mul' in str(func)", "name.endswith('_backward')", "group['eps'] == 0",
-                 "MATMUL.fullmatch(call.name)", "report.op.startswith('aten._')"):
+    for line in (
+        "'aten.mul' in str(func)",
+        "name.endswith('_backward')",
+        "group['eps'] == 0",
+        "MATMUL.fullmatch(call.name)",
+        "report.op.startswith('aten._')",
+    ):
         planted.write_text(f"x = {line}\n")
         assert not [*read_back(planted)], line
 

@@ -90,8 +90,18 @@ def test_what_python_runs_runs_under_the_installed_command_too(tmp_path):
     source.mkdir()
     shutil.copytree(ROOT / "autopsy", source / "autopsy")
     shutil.copy(ROOT / "pyproject.toml", source)
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-               "--target", site, source]  # fmt: skip
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        site,
+        source,
+    ]
     subprocess.run(install, check=True)
     assert all((site / path.relative_to(ROOT)).is_file() for path in AUTOPSY)
     (tmp_path / "wrong.py").write_text(WRONG)
@@ -101,22 +111,40 @@ def test_what_python_runs_runs_under_the_installed_command_too(tmp_path):
     zipapp.create_archive(tmp_path / "folder", tmp_path / "archive.pyz")
     py_compile.compile(tmp_path / "wrong.py", tmp_path / "compiled.pyc")
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    for words in (["wrong.py"], ["-m", "wrong"], ["folder"], ["archive.pyz"], ["compiled.pyc"],
-                  ["-"], ["raises.py"]):  # fmt: skip
+    for words in (
+        ["wrong.py"],
+        ["-m", "wrong"],
+        ["folder"],
+        ["archive.pyz"],
+        ["compiled.pyc"],
+        ["-"],
+        ["raises.py"],
+    ):
         done = subprocess.run(
-            [sys.executable, site / "bin" / "autopsy", *words], cwd=tmp_path, env=environment,
-            input=WRONG * (words == ["-"]), capture_output=True, text=True,
-        )  # fmt: skip
+            [sys.executable, site / "bin" / "autopsy", *words],
+            cwd=tmp_path,
+            env=environment,
+            input=WRONG * (words == ["-"]),
+            capture_output=True,
+            text=True,
+        )
         if words == ["raises.py"]:
             assert done.returncode == 1 and done.stderr.count("File ") == 1, done.stderr
         else:
             assert done.returncode == 3 and ":6 in <module>" in done.stderr, (words, done.stderr)
 
 
-@pytest.mark.parametrize("beside, name", [
-    ("torch.py", "torch"), ("torch/__init__.py", "torch"), ("random.py", "random"),
-    ("os.py", ""), ("batches.py", ""), ("torch/notes.txt", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "beside, name",
+    [
+        ("torch.py", "torch"),
+        ("torch/__init__.py", "torch"),
+        ("random.py", "random"),
+        ("os.py", ""),
+        ("batches.py", ""),
+        ("torch/notes.txt", ""),
+    ],
+)
 def test_a_file_beside_the_script_that_python_would_import_is_told(tmp_path, beside, name):
     """os is loaded before Python looks beside the script."""
     (tmp_path / "script.py").write_text("print('ran')\n")
@@ -285,8 +313,10 @@ def test_each_check_can_be_deleted_and_what_lacks_a_file_is_told(tmp_path):
     (tmp_path / "without.py").write_text(WITHOUT)
     code, out, err = run_script(["without.py"], tmp_path)
     assert code == 0, err
-    found = {path: ({tuple(check) for check in checks}, off)
-             for path, (checks, off) in json.loads(out).items()}  # fmt: skip
+    found = {
+        path: ({tuple(check) for check in checks}, off)
+        for path, (checks, off) in json.loads(out).items()
+    }
     whole, off = found.pop("")
     assert len(whole) > 50 and not off
     importers = {}  # module: those of the checks that import it
@@ -324,8 +354,13 @@ def test_no_name_crosses_a_room_with_an_underscore():
     ours = set(re.findall(r"(?:self\.|def )(_[a-z]\w*)", "".join(p.read_text() for p in AUTOPSY)))
     for path in AUTOPSY:
         tree = ast.parse(path.read_text())
-        taken = [a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
-                 if n.level]
+        taken = [
+            a.name
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+            if n.level
+        ]
         attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
         taken += [n.attr for n in attributes if ast.unparse(n.value) != "self" and n.attr in ours]
         assert not [name for name in taken if name.startswith("_")], path.name

@@ -31,9 +31,21 @@ def of_torch(name, **options):
 
 
 OPTIMIZERS = {
-    **{name: of_torch(name) for name in
-       ("AdamW", "Adam", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "Adadelta",
-        "RMSprop")},
+    **{
+        name: of_torch(name)
+        for name in (
+            "AdamW",
+            "Adam",
+            "Adagrad",
+            "Adamax",
+            "NAdam",
+            "RAdam",
+            "Rprop",
+            "ASGD",
+            "Adadelta",
+            "RMSprop",
+        )
+    },
     "SGD": of_torch("SGD", lr=0.05, momentum=0.9, nesterov=True),
     **{f"fused {name}": of_torch(name, fused=True) for name in ("AdamW", "Adam", "Adagrad")},
     "fused SGD": of_torch("SGD", lr=0.05, momentum=0.9, fused=True),
@@ -41,7 +53,7 @@ OPTIMIZERS = {
     "torch's Muon": lambda net: matrices(net, torch.optim.Muon),
     "our Muon": lambda net: matrices(net, Muon),
     "ClippedAdamW": lambda net: [ClippedAdamW(net.parameters(), clip=None)],
-}  # fmt: skip
+}
 ON_DEVICE = [name for name in OPTIMIZERS if "fused" in name or "Clipped" in name]
 FAULTS = ("input", "label", "loss", "grad", "buffer")
 
@@ -56,8 +68,12 @@ def network():
 def state_of(net, optimizers):
     """All that training changes. Zeros made by a skipped first step are no trace."""
     states = [state for o in optimizers for state in o.state.values()]
-    moments = [(name, value) for state in states for name, value in state.items()
-               if torch.as_tensor(value).count_nonzero()]  # fmt: skip
+    moments = [
+        (name, value)
+        for state in states
+        for name, value in state.items()
+        if torch.as_tensor(value).count_nonzero()
+    ]
     return snapshot(net.state_dict(), moments)
 
 
@@ -169,6 +185,7 @@ def test_an_optimizer_that_skips_by_itself_is_not_waited_for(name, monkeypatch):
 
 # --- Gradients of every kind
 
+
 def test_gradients_of_every_kind_are_measured_as_a_whole(one_rank):
     def shards(value):
         whole = torch.full((4, 2), value)
@@ -183,13 +200,18 @@ def test_gradients_of_every_kind_are_measured_as_a_whole(one_rank):
     sharded.grad = shards(3e4)
     guard = Guard(nn.ParameterList([table.weight, *others]), lag=False)
     guard.step([torch.optim.SparseAdam(table.parameters()), SGD(others)])
-    parts = (table.weight.grad.to_dense(), torch.view_as_real(turn.grad), half.grad,
-             sharded.grad.full_tensor())  # fmt: skip
+    parts = (
+        table.weight.grad.to_dense(),
+        torch.view_as_real(turn.grad),
+        half.grad,
+        sharded.grad.full_tensor(),
+    )
     norm = torch.cat([part.double().flatten() for part in parts]).norm().item()
     assert guard.verdict().stats["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 # --- Two ranks: each fault on one rank only, a gradient even after the all-reduce
+
 
 def two_ranks():
     torch.set_num_threads(1)
@@ -217,6 +239,7 @@ def test_a_fault_on_one_rank_is_rejected_on_both_and_the_replicas_stay_equal(tmp
 
 
 # --- Misuse is told
+
 
 def small():
     net = nn.Linear(3, 2)
@@ -271,8 +294,8 @@ def test_the_first_skip_and_ten_in_a_row_are_told_unless_verdicts_are_read(reads
         if reads:
             guard.verdict()
     texts = [str(w.message) for w in recwarn]
-    assert [text[:31] for text in texts] == ([] if reads else
-                                             ["step 0 was skipped, 1 in a row:",
-                                              "step 9 was skipped, 10 in a row"])  # fmt: skip
+    assert [text[:31] for text in texts] == (
+        [] if reads else ["step 0 was skipped, 1 in a row:", "step 9 was skipped, 10 in a row"]
+    )
     guard.flush()
     assert guard.skipped == 14

@@ -1,4 +1,5 @@
 """Runs that are finite and wrong: public reports, their twins, and ranks with other weights."""
+
 import pytest
 import torch
 from helpers import ROOT, run_ranks, run_script
@@ -52,12 +53,19 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("fault", "words"), [
-    ("seed", "rank 1 holds other weights than rank 0 after step 0, though their gradients are"),
-    ("loaded", "2.weight by"), ("rate", "they were the same before the first step"),
-    ("exchanged", "though DistributedDataParallel has wrapped their network: 2.weight by"),
-    ("", ""), ("wrapped", ""), ("local", ""), ("alone", ""),
-])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("seed", "rank 1 holds other weights than rank 0 after step 0, though their gradients are"),
+        ("loaded", "2.weight by"),
+        ("rate", "they were the same before the first step"),
+        ("exchanged", "though DistributedDataParallel has wrapped their network: 2.weight by"),
+        ("", ""),
+        ("wrapped", ""),
+        ("local", ""),
+        ("alone", ""),
+    ],
+)
 def test_ranks_with_other_weights_are_named(tmp_path, fault, words):
     (tmp_path / "script.py").write_text(RANKS)
     done = run_ranks([ROOT / "autopsy", "script.py", fault], tmp_path)

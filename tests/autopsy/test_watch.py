@@ -1,4 +1,5 @@
 """`python autopsy SCRIPT`: the same figures as without it, and each planted fault is named."""
+
 import math
 import os
 import re
@@ -38,6 +39,7 @@ def ended(*answers):
 @pytest.fixture
 def run(tmp_path):
     """Runs a script with or without the watch."""
+
     def go(text, *args, watched=True, before=()):
         (tmp_path / "script.py").write_text(text)
         tool = [ROOT / "autopsy", *before] if watched else []
@@ -59,8 +61,14 @@ def ranks(folder, text, *args, watched=True):
 def process(folder, text, *argv):
     """`python *argv` as a process of its own, with this script in its folder."""
     (folder / "script.py").write_text(text)
-    return subprocess.run([sys.executable, *argv], cwd=folder, capture_output=True, text=True,
-                          timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def line_of(text, mark):
@@ -80,8 +88,10 @@ def test_a_report_begins_with_the_line_and_the_bad_step_reaches_no_weight_and_no
     report = done.stderr.partition("autopsy: ")[2].splitlines()
     assert report[0].startswith(f"script.py:{line_of(CLASSIFIER, fault)} in "), report
     assert report[1].startswith("  try: ") and report[-1] == "  all of it: autopsy.txt", report
-    before, after = (re.search(rf"^{word} (.*)", done.stdout + done.stderr, re.M)[1].split()
-                     for word in ("before", "after"))
+    before, after = (
+        re.search(rf"^{word} (.*)", done.stdout + done.stderr, re.M)[1].split()
+        for word in ("before", "after")
+    )
     weights = [0, 1, 2, 3, 7, 8]
     assert [before[i] for i in weights] == [after[i] for i in weights]
     assert not {"nan", "inf"} & set(after), "the bad step reached BatchNorm's buffers"
@@ -92,7 +102,9 @@ def test_the_file_says_that_the_same_batch_is_finite_in_fp32(run, tmp_path):
     assert "the same batch in fp32: finite" in (tmp_path / "autopsy.txt").read_text()
 
 
-COUNTS = PREAMBLE.replace("torch.manual_seed(0)", "") + """
+COUNTS = (
+    PREAMBLE.replace("torch.manual_seed(0)", "")
+    + """
 import random
 class Counts(nn.Linear):
     def forward(self, x):
@@ -106,6 +118,7 @@ for step in range(9):
     loss = net(torch.randn(9, 4)).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
+)
 
 
 def test_a_script_that_counts_needs_a_second_run_with_the_same_random_numbers(run):
@@ -115,8 +128,12 @@ def test_a_script_that_counts_needs_a_second_run_with_the_same_random_numbers(ru
 def test_the_second_run_can_be_refused_and_from_step_needs_none(run):
     done = run(COUNTS, before=("--one-run",))
     assert done.returncode == 3 and "without --one-run" in done.stderr
-    named(run(COUNTS, before=("--from-step", "0", "--report", "it.txt")), COUNTS, "unseeded",
-          "divergence")
+    named(
+        run(COUNTS, before=("--from-step", "0", "--report", "it.txt")),
+        COUNTS,
+        "unseeded",
+        "divergence",
+    )
 
 
 UNWRITTEN = """
@@ -204,7 +221,9 @@ def test_a_script_sees_what_python_shows_it_and_its_ending_passes_through(tmp_pa
     assert "/autopsy/" not in watched.stderr, "a frame of the watch in the script's traceback"
 
 
-WARNS = PREAMBLE + """
+WARNS = (
+    PREAMBLE
+    + """
 import warnings
 warnings.simplefilter(sys.argv[1])
 net = nn.Sequential(nn.Linear(4, 3), nn.Softmax())
@@ -218,6 +237,7 @@ for step in range(4):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     nn.utils.clip_grad_norm(net.parameters(), 1.0)
 """
+)
 
 
 @pytest.mark.parametrize("how", ["always", "default", "error"])
@@ -233,11 +253,20 @@ def test_a_script_that_is_not_there_is_named_in_one_line(tmp_path):
     assert (code, err) == (2, "autopsy: nowhere.py is not a file (python autopsy --help)\n")
 
 
-@pytest.mark.parametrize("words", [
-    "--nothing script.py", "-c pass", "--from-step -1 script.py", "--share 2 script.py",
-    "--share nan script.py", "--would-overflow --check-gradients script.py",
-    "--would-overflow 0 script.py", "--check-gradients -1 script.py", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--nothing script.py",
+        "-c pass",
+        "--from-step -1 script.py",
+        "--share 2 script.py",
+        "--share nan script.py",
+        "--would-overflow --check-gradients script.py",
+        "--would-overflow 0 script.py",
+        "--check-gradients -1 script.py",
+        "",
+    ],
+)
 def test_a_wrong_argument_is_told_in_one_sentence_before_the_script_runs(tmp_path, words):
     done = process(tmp_path, "print('ran')", ROOT / "autopsy", *words.split())
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -273,8 +302,9 @@ def test_a_module_runs_by_its_name(tmp_path):
 
 
 def test_a_bad_checkpoint_is_not_the_optimizers_work(run, tmp_path):
-    torch.save({"weight": torch.full((3, 6), torch.nan), "bias": torch.zeros(3)},
-               tmp_path / "spoilt.pt")
+    torch.save(
+        {"weight": torch.full((3, 6), torch.nan), "bias": torch.zeros(3)}, tmp_path / "spoilt.pt"
+    )
     done = run(FORMS, "restored")
     assert "what the script writes into weight is nan at step 5" in done.stderr, done.stderr
     assert "-> weights" in done.stderr, done.stderr
@@ -299,7 +329,9 @@ def test_a_watch_that_fails_says_so_at_the_end_and_ends_with_4_and_the_script_go
     assert blind.returncode == 4 and "nothing was read (exit code 4)" in blind.stderr
 
 
-RANKS = PREAMBLE + """
+RANKS = (
+    PREAMBLE
+    + """
 import gc, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -318,17 +350,24 @@ del ddp, net, optimizer, out, loss  # see leave() in ranks.py
 gc.collect()
 dist.destroy_process_group()
 """
+)
 
 
-LEAVES = RANKS.replace("    optimizer.zero_grad(); loss", """    if loss.item() != loss.item():
+LEAVES = RANKS.replace(
+    "    optimizer.zero_grad(); loss",
+    """    if loss.item() != loss.item():
         sys.exit("Loss is not finite")
-    optimizer.zero_grad(); loss""").replace("out / (out * 0)", "out * 0 / (out * 0)")
-SHARDED = RANKS.replace("ddp = nn.parallel.DistributedDataParallel(net)", """
+    optimizer.zero_grad(); loss""",
+).replace("out / (out * 0)", "out * 0 / (out * 0)")
+SHARDED = RANKS.replace(
+    "ddp = nn.parallel.DistributedDataParallel(net)",
+    """
 from torch.distributed.fsdp import fully_shard
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
 for layer in (net[0], net[2], net):
     fully_shard(layer, mesh=mesh)
-ddp = net""")
+ddp = net""",
+)
 
 
 def printed(done):
@@ -338,7 +377,8 @@ def printed(done):
 
 @pytest.mark.parametrize("text", [LEAVES, SHARDED], ids=["sys.exit", "fsdp"])
 def test_a_rank_that_leaves_and_a_sharded_model_do_not_hang_and_the_guilty_one_is_named(
-        tmp_path, text):
+    tmp_path, text
+):
     bare, watched = (ranks(tmp_path, text, watched=w) for w in (False, True))
     assert printed(bare) == printed(watched) and len(printed(bare)) == 5, watched.stderr
     assert watched.returncode == 0 and watched.stderr.count("nothing non-finite") == 1
@@ -405,9 +445,15 @@ def test_a_check_that_raises_ends_alone():
     assert "the check Broken failed (KeyError: 'its own fault')" in listeners.failures[0]
 
 
-@pytest.mark.parametrize("share, cost, steps", [
-    (0.2, 0.001, 100), (0.2, 10.0, 14), (0.0, 0.001, 14), (1.0, 10.0, 100),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "share, cost, steps",
+    [
+        (0.2, 0.001, 100),
+        (0.2, 10.0, 14),
+        (0.0, 0.001, 14),
+        (1.0, 10.0, 100),
+    ],
+)
 def test_what_costs_more_than_its_share_is_not_recorded(share, cost, steps):
     now = 0.0
     budget = Budget(share, clock=lambda: now)
@@ -421,7 +467,9 @@ def test_what_costs_more_than_its_share_is_not_recorded(share, cost, steps):
     assert budget.recorded == steps and bool(budget.in_words()) == (steps < 100)
 
 
-UNRECORDED = PREAMBLE + """
+UNRECORDED = (
+    PREAMBLE
+    + """
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 optimizer = torch.optim.SGD(net.parameters(), 0.01)
 @torch.jit.script
@@ -451,14 +499,23 @@ if fault == "evaluated":
     with torch.no_grad(): net(torch.full((2, 4), torch.nan))  # evaluated
 print(loss.item().hex(), torch.rand(1).item())
 """
+)
 
 
-@pytest.mark.parametrize("fault, line, words", [
-    ("loss", "loss", "-> divergence"), ("asked", "asked skipped", "-> data"),
-    ("skipped", "asked skipped", "-> data"), ("raised", "raised", ""),
-    ("gradient", "", ""), ("written", "written", "0.weight is nan"),
-    ("evaluated", "evaluated", "under no_grad"), ("beside", "", ""), ("", "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, line, words",
+    [
+        ("loss", "loss", "-> divergence"),
+        ("asked", "asked skipped", "-> data"),
+        ("skipped", "asked skipped", "-> data"),
+        ("raised", "raised", ""),
+        ("gradient", "", ""),
+        ("written", "written", "0.weight is nan"),
+        ("evaluated", "evaluated", "under no_grad"),
+        ("beside", "", ""),
+        ("", "", ""),
+    ],
+)
 def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
     bare = run(UNRECORDED, fault, watched=False)
     done = run(UNRECORDED, fault, before=["--share", "0"])
@@ -478,21 +535,27 @@ def test_a_bad_step_that_was_not_recorded_is_found(run, fault, line, words):
 
 @pytest.mark.parametrize("step", [20, 21, 22, 23])  # of four that are not recorded, one is read
 def test_an_update_that_was_not_read_is_found_in_a_second_run(run, step):
-    text = UNRECORDED.replace("    optimizer.step()", f"""
+    text = UNRECORDED.replace(
+        "    optimizer.step()",
+        f"""
     if step == {step}: optimizer.param_groups[0]["lr"] = float("inf")
-    optimizer.step()""")
+    optimizer.step()""",
+    )
     done = run(text, before=["--share", "0"])
     words = f"at step {step} -> optimizer\n  try: look at the schedule"
     assert done.returncode == 3 and words in done.stderr, done.stderr
 
 
-MOMENTS = PREAMBLE + """
+MOMENTS = (
+    PREAMBLE
+    + """
 net = nn.Linear(4, 2).half()
 optimizer = torch.optim.Adam(net.parameters(), 1e-3, betas=(0.9, 0.5), eps=1e-4)
 for step in range(40):
     loss = net(torch.randn(5, 4).half()).square().mean() * (2000 if step == 20 else 1)
     optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
+)
 
 
 def test_a_loss_of_a_network_is_told_once_at_the_line_of_its_call(run):
@@ -517,9 +580,13 @@ for step in range(20):
     assert f"the loss at script.py:{called} in <module>: its input went" in said
 
 
-@pytest.mark.parametrize("share, step, words", [
-    ("1", 20, "inf after"), ("0", 31, "inf (perhaps for longer: the steps before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "share, step, words",
+    [
+        ("1", 20, "inf after"),
+        ("0", 31, "inf (perhaps for longer: the steps before"),
+    ],
+)
 def test_moments_are_read_in_recorded_steps(run, share, step, words):
     done = run(MOMENTS, before=["--share", share])
     assert done.returncode == 3 and f"at step {step} -> optimizer" in done.stderr, done.stderr
@@ -535,7 +602,9 @@ class NeverSearched(list):
     index = remove = __contains__ = __iter__
 
 
-LONG = PREAMBLE + """
+LONG = (
+    PREAMBLE
+    + """
 import gc, tracemalloc
 net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 average = [p.detach().clone() for p in net.parameters()]
@@ -554,6 +623,7 @@ tracemalloc.start()
 before = train(400)
 print(sum(row.size_diff for row in train(3000).compare_to(before, "filename")))
 """
+)
 
 
 def test_what_is_held_does_not_grow_with_the_steps(run):

@@ -37,15 +37,24 @@ def test_a_program_of_a_framework_is_watched_and_its_fault_is_named(row, tmp_pat
 
 
 FRAMEWORK = r"^(?:from|import) (transformers|accelerate|lightning)"
-RECIPES = {found[1]: block for block in blocks((ROOT / "docs" / "recipes.md").read_text())
-           if (found := re.search(FRAMEWORK, block, re.M))}  # fmt: skip
+RECIPES = {
+    found[1]: block
+    for block in blocks((ROOT / "docs" / "recipes.md").read_text())
+    if (found := re.search(FRAMEWORK, block, re.M))
+}
 CHANGES = {  # the same recipe in another precision, and with accumulation
-    "transformers": [("", ""), ("max_steps=20", "max_steps=10, gradient_accumulation_steps=2"),
-                     ("max_steps=20", "max_steps=20, bf16=True, use_cpu=True")],
-    "lightning": [("", ""), ("max_epochs=1", "max_epochs=1, accumulate_grad_batches=2"),
-                  ("max_epochs=1", "max_epochs=1, precision='bf16-mixed'")],
+    "transformers": [
+        ("", ""),
+        ("max_steps=20", "max_steps=10, gradient_accumulation_steps=2"),
+        ("max_steps=20", "max_steps=20, bf16=True, use_cpu=True"),
+    ],
+    "lightning": [
+        ("", ""),
+        ("max_epochs=1", "max_epochs=1, accumulate_grad_batches=2"),
+        ("max_epochs=1", "max_epochs=1, precision='bf16-mixed'"),
+    ],
     "accelerate": [("", ""), ("_steps=2)", "_steps=2, mixed_precision='bf16')")],
-}  # fmt: skip
+}
 
 
 def without_guard(block):
@@ -60,8 +69,13 @@ def test_a_recipe_keeps_a_bad_sample_out_and_a_clean_run_its_bits(name, change, 
     block = RECIPES[name].replace(*change)
     bad = re.search(r"^.*# a bad sample\n", block, re.M)[0]
     clean = block.replace(bad, "")
-    kinds = {"guarded": clean, "bare": without_guard(clean), "inf": block,
-             "nan": block.replace("inf  # a", "nan  # a"), "lost": without_guard(block)}
+    kinds = {
+        "guarded": clean,
+        "bare": without_guard(clean),
+        "inf": block,
+        "nan": block.replace("inf  # a", "nan  # a"),
+        "lost": without_guard(block),
+    }
     jobs = []
     for kind, text in kinds.items():
         (tmp_path / kind).mkdir()
@@ -70,8 +84,9 @@ def test_a_recipe_keeps_a_bad_sample_out_and_a_clean_run_its_bits(name, change, 
     ended = run_together(jobs, tmp_path)
     assert [code for code, _, _ in ended] == [0] * 5, ended
     states = {kind: torch.load(tmp_path / kind / "end.pt") for kind in kinds}
-    finite = {kind: all(t.isfinite().all() for t in state.values())
-              for kind, state in states.items()}  # fmt: skip
+    finite = {
+        kind: all(t.isfinite().all() for t in state.values()) for kind, state in states.items()
+    }
     assert finite == {kind: kind != "lost" for kind in kinds}
     assert same(states["guarded"], states["bare"])
     assert not same(states["guarded"], states["inf"])

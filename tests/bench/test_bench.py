@@ -70,7 +70,9 @@ def test_the_watch_changes_no_figure_of_small_steps_and_has_its_price(kind, caps
 
 def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_every_epoch(tmp_path):
     header = dict.fromkeys(train_models.HEADER, "x") | {
-        "model": "vit", "args": {"lr": 7e-3, "data_dir": "/where/it/lies"}}
+        "model": "vit",
+        "args": {"lr": 7e-3, "data_dir": "/where/it/lies"},
+    }
     epochs = [{"step": 5 * i, "epoch": i, "train_loss": 1.0, "val_acc1": 70.0} for i in (1, 2)]
     end = {"event": "end", "status": "done", "val_acc1": 70.0}
     lines = [header, {"step": 3, "loss": 2.0}, epochs[0], {"event": "skip"}, epochs[1], end]
@@ -84,10 +86,21 @@ def test_the_raw_file_of_a_trained_model_holds_its_recipe_and_every_epoch(tmp_pa
 
 
 def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path):
-    died_and_healed.main([
-        "--whole", "--data-dir", str(image_folder), "--device", "cpu", "--seeds", "1",
-        "--grown", "400", "--results", str(tmp_path),
-    ])
+    died_and_healed.main(
+        [
+            "--whole",
+            "--data-dir",
+            str(image_folder),
+            "--device",
+            "cpu",
+            "--seeds",
+            "1",
+            "--grown",
+            "400",
+            "--results",
+            str(tmp_path),
+        ]
+    )
     fp32, fp16 = json.loads((tmp_path / "healed_whole_run-cpu.json").read_text())["runs"]
     assert fp32["end"]["skipped"] == 0 and fp32["end"]["healed"] == [] and len(fp32["epochs"]) == 2
     assert fp16["end"]["skipped"] >= 1 and fp16["end"]["healed"] == ["stages.0.blocks.0.attn"]
@@ -96,16 +109,27 @@ def test_a_healed_run_stands_beside_the_same_run_in_fp32(image_folder, tmp_path)
 
 
 ODD = {  # a run: how it ends, and what is said of it; "": it is healthy, and left alone
-    **dict.fromkeys([
-        "one class", "same in class", "loss 0", "batch 1", "1 steps", "random labels",
-        "body frozen by rate 0", "frozen backbone",
-    ], ("done", "")),
+    **dict.fromkeys(
+        [
+            "one class",
+            "same in class",
+            "loss 0",
+            "batch 1",
+            "1 steps",
+            "random labels",
+            "body frozen by rate 0",
+            "frozen backbone",
+        ],
+        ("done", ""),
+    ),
     "rate 1e-30": ("diverged", "did not move: the learning rate is as good as 0"),
     "no step": ("diverged", "did not move: the learning rate is as good as 0"),
     "gradient 0 in the head": ("diverged", "the gradient of head.weight was always 0"),
     "rate 0 from step 20": ("done", "had a learning rate of 0 after step 18"),
-    "frozen from step 20":
-        ("done", "body.weight, body.bias, middle.weight and 1 more had no gradient after"),
+    "frozen from step 20": (
+        "done",
+        "body.weight, body.bias, middle.weight and 1 more had no gradient after",
+    ),
     "head in no optimizer": ("done", "head.weight was in no optimizer"),
     "no step from step 20": ("done", "did not move after step"),
     "a layer put back now and then": ("done", "middle.weight hardly left where training began"),
@@ -146,8 +170,15 @@ def gpu_args(tmp_path, monkeypatch):
 def test_a_part_for_the_gpu_is_not_repeated_with_the_same_code(gpu_args, monkeypatch, capsys):
     args, digest = gpu_args
     end = {"code": 3}
-    monkeypatch.setattr(gpu, "command", lambda part, args: [
-        sys.executable, "-c", f"print('its last line'); raise SystemExit({end['code']})"])
+    monkeypatch.setattr(
+        gpu,
+        "command",
+        lambda part, args: [
+            sys.executable,
+            "-c",
+            f"print('its last line'); raise SystemExit({end['code']})",
+        ],
+    )
     assert not gpu.run("models", args, 60)  # it failed, so it is run again
     end["code"] = 0
     assert gpu.run("models", args, 60)
@@ -233,8 +264,15 @@ def test_bad_samples_in_the_data_are_judged_by_what_became_of_them(monkeypatch):
     assert row["well"], row
     assert row["cures"][75]["action"].startswith("back to the weights")
     args.device = "cuda"  # there each has to be met in a replay, and here is no graph
-    monkeypatch.setattr(record, "train_run", lambda flags: (0, {"status": "done"}, [
-        cure | {"of_step": step} for step, cure in row["cures"].items()]))
+    monkeypatch.setattr(
+        record,
+        "train_run",
+        lambda flags: (
+            0,
+            {"status": "done"},
+            [cure | {"of_step": step} for step, cure in row["cures"].items()],
+        ),
+    )
     assert gpu_parts.planted(args, "fp32", steps=80)["wrong"] == ["step 70, wild"]
     del row["cures"][75]
     assert gpu_parts.planted(args, "fp32", steps=80)["wrong"][-1] == "step 75, wild"

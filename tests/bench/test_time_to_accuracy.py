@@ -54,7 +54,9 @@ def main(run, model):
     return tta_val_acc
 """
 # As hiverge's: it prints at its end alone, and its clock counts the views.
-HIVERGE = PEER[: PEER.index("def main")] + """
+HIVERGE = (
+    PEER[: PEER.index("def main")]
+    + """
 @torch.compile(fullgraph=True)
 def zeropower(gradients: list[torch.half]):
     return gradients
@@ -76,6 +78,7 @@ def main(run, model):
     val_acc = evaluate(model, test_loader)
     print_training_details(locals(), is_final_entry=True)
 """
+)
 SIZED = """
     def __len__(self):
         return 2
@@ -123,11 +126,24 @@ def measure(peer, image_folder, raw_file):
     """measure(seeds, epochs, flag of a peer): a bench of a few steps, and what it writes."""
 
     def go(seeds, epochs="1", flag="--airbench"):
-        bench.main([
-            flag, str(peer.parent), "--data-dir", str(image_folder), "--device", "cpu",
-            "--results", str(raw_file.parent), "--seeds", seeds, "--epochs", epochs,
-            "--flags", "--model cifarnet-tiny --batch-size 50 --precision fp32",
-        ])
+        bench.main(
+            [
+                flag,
+                str(peer.parent),
+                "--data-dir",
+                str(image_folder),
+                "--device",
+                "cpu",
+                "--results",
+                str(raw_file.parent),
+                "--seeds",
+                seeds,
+                "--epochs",
+                epochs,
+                "--flags",
+                "--model cifarnet-tiny --batch-size 50 --precision fp32",
+            ]
+        )
         return json.loads(raw_file.read_text())
 
     return go
@@ -169,8 +185,7 @@ def test_a_bench_that_is_cut_short_keeps_its_runs_and_goes_on(measure, raw_file,
         measure("2")
     cut = json.loads(raw_file.read_text())
     assert cut["unfinished"]
-    assert {name: len(curve) for name, curve in cut["curves"].items()} == {
-        "ours": 1, "airbench": 1}
+    assert {name: len(curve) for name, curve in cut["curves"].items()} == {"ours": 1, "airbench": 1}
     assert cut["beside"]["airbench"]["ratio"]["n"] == 1  # a figure of its own
     limit = 0
     seeds.clear()
@@ -197,8 +212,10 @@ def test_the_clock_is_read_when_the_device_has_done_its_work(measure, monkeypatc
 
 
 def test_the_goal_is_met_where_the_mean_of_the_seeds_reaches_it(capsys):
-    ours = [[[1, 2.0, 60.0, nan, nan], [2, 4.0, 91.0, 80.0, 85.0]],
-            [[1, 3.0, 88.0, nan, nan], [2, 6.0, 89.0, 80.0, 85.0]]]  # fmt: skip
+    ours = [
+        [[1, 2.0, 60.0, nan, nan], [2, 4.0, 91.0, 80.0, 85.0]],
+        [[1, 3.0, 88.0, nan, nan], [2, 6.0, 89.0, 80.0, 85.0]],
+    ]
     theirs = [[[1, 5.0, 70.0, nan, nan], [2, 10.0, 90.0, 92.0, nan]]] * 2
     goals = bench.report({"ours": ours, "theirs": theirs})["theirs"]["goals"]
     # One seed of ours is below 90 %, and after one epoch their mean is 74.

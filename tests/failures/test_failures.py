@@ -59,10 +59,15 @@ def test_a_claim_that_fails_shows_in_the_exit_status_and_in_the_table(capsys):
     assert not Case("claims nothing").holds
 
 
-@pytest.mark.parametrize("losses, weight, cured", [
-    ([2.0, 1.5, 1.0, 0.5], 1.0, True), ([2.0, 2.0, 2.0, 2.0], 1.0, False),
-    ([2.0, 1.5, 1.0, math.nan], 1.0, False), ([2.0, 1.5, 1.0, 0.5], math.nan, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "losses, weight, cured",
+    [
+        ([2.0, 1.5, 1.0, 0.5], 1.0, True),
+        ([2.0, 2.0, 2.0, 2.0], 1.0, False),
+        ([2.0, 1.5, 1.0, math.nan], 1.0, False),
+        ([2.0, 1.5, 1.0, 0.5], math.nan, False),
+    ],
+)
 def test_a_cure_is_a_loss_that_falls_and_weights_that_stay_finite(losses, weight, cured):
     net = torch.nn.Linear(1, 1)
     net.weight.data.fill_(weight)

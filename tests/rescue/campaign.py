@@ -53,8 +53,14 @@ STATE = [(where, moment) for moment in MOMENTS for where in ("param", "optstate"
 CELLS = [(*fault, precision) for fault in (*BAD, *MORE, *LONG, *STATE) for precision in PRECISIONS]
 # Where a fault first shows. A parameter's and an activation's: by what they do to others.
 SEEN_AS = {
-    "input": {"input"}, "label": {"label"}, "act": {"loss", "grad", "buffer"}, "loss": {"loss"},
-    "grad": {"grad"}, "param": {"param"}, "buffer": {"buffer"}, "optstate": {"optstate"},
+    "input": {"input"},
+    "label": {"label"},
+    "act": {"loss", "grad", "buffer"},
+    "loss": {"loss"},
+    "grad": {"grad"},
+    "param": {"param"},
+    "buffer": {"buffer"},
+    "optstate": {"optstate"},
     "scale": {"grad"},
 }
 COMPILE, CALLS = torch.compile, []
@@ -72,8 +78,9 @@ def miscompiled(model, **options):
 
 
 def build(names, *_):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 16), nn.BatchNorm1d(16), nn.GELU(),
-                         nn.Linear(16, len(names)))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3072, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, len(names))
+    )
 
 
 def prepare():
@@ -109,8 +116,10 @@ def run_cell(where, kind, precision, folder, rank=None):
     elif where == "compiler":
         spec, more = "", "--compile"
     out, err = io.StringIO(), io.StringIO()
-    flags = (f"--model campaign --dataset cifar10 --device cpu --precision {precision} "
-             f"--max-steps {steps} --log-every 1 --ckpt-every {every} {more}")
+    flags = (
+        f"--model campaign --dataset cifar10 --device cpu --precision {precision} "
+        f"--max-steps {steps} --log-every 1 --ckpt-every {every} {more}"
+    )
     arguments = [*flags.split(), "--inject", spec, "--out-dir", str(folder)]
     torch.compile = miscompiled if where == "compiler" else COMPILE
     CALLS.clear()
@@ -125,12 +134,17 @@ def run_cell(where, kind, precision, folder, rank=None):
     if code == 2:
         return {**cell, "error": err.getvalue().strip()}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    events = {kind: [line for line in lines if line.get("event") == kind]
-              for kind in ("skip", "cure", "warning")}
+    events = {
+        kind: [line for line in lines if line.get("event") == kind]
+        for kind in ("skip", "cure", "warning")
+    }
     files = [path for path in folder.glob("*.pt") if "bad_step" not in path.name]
     states = {path.name: torch.load(path, weights_only=True) for path in files}
-    bad = [name for name, state in states.items()
-           if not all(torch.isfinite(t).all() for _, t in checkpoint.named_tensors(state))]
+    bad = [
+        name
+        for name, state in states.items()
+        if not all(torch.isfinite(t).all() for _, t in checkpoint.named_tensors(state))
+    ]
     return cell | {
         "summary": json.loads(out.getvalue().strip().splitlines()[-1]),
         "skipped": [line["step"] for line in events["skip"]],
@@ -139,7 +153,8 @@ def run_cell(where, kind, precision, folder, rank=None):
         "cures": [line["verdict"] for line in events["cure"]],
         "cured_rank": [line["rank"] for line in events["cure"]],
         "warnings": [line["text"] for line in events["warning"]],
-        "last step": states["last.pt"]["step"], "bad_files": bad,
+        "last step": states["last.pt"]["step"],
+        "bad_files": bad,
     }
 
 
@@ -190,7 +205,7 @@ def judge_moment(cell):
 
 
 def judge(cell, ranks=1):
-    """"" if the cell holds, "n/a: why" if it cannot exist, else what is wrong."""
+    """ "" if the cell holds, "n/a: why" if it cannot exist, else what is wrong."""
     where, kind, precision = cell["where"], cell["kind"], cell["precision"]
     if (where, kind) not in BAD:
         return judge_more(cell, ranks)
@@ -229,8 +244,11 @@ def main():
     folder = Path(tempfile.gettempdir()) / f"campaign-{os.getppid()}"
     guilty = 1 if ranks > 1 else None
     chosen = sys.argv[2:] or PRECISIONS
-    cells = [run_cell(*cell, folder / str(i), rank=guilty) for i, cell in enumerate(CELLS)
-             if cell[2] in chosen]
+    cells = [
+        run_cell(*cell, folder / str(i), rank=guilty)
+        for i, cell in enumerate(CELLS)
+        if cell[2] in chosen
+    ]
     if rank:
         return 0
     shutil.rmtree(folder)
@@ -242,12 +260,26 @@ def main():
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else target
     command = ["git", "-C", ROOT, "rev-parse", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    about = {"ranks": ranks, "torch": str(torch.__version__), "commit": commit, "n": len(cells),
-             "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores"}
+    about = {
+        "ranks": ranks,
+        "torch": str(torch.__version__),
+        "commit": commit,
+        "n": len(cells),
+        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+    }
     target.write_text(json.dumps({**about, "cells": rows}, indent=0))
     holds = len(cells) - len(impossible) - len(broken)
-    print(json.dumps({"ranks": ranks, "cells": len(cells), "holds": holds,
-                      "cannot exist": len(impossible), "broken": broken}))
+    print(
+        json.dumps(
+            {
+                "ranks": ranks,
+                "cells": len(cells),
+                "holds": holds,
+                "cannot exist": len(impossible),
+                "broken": broken,
+            }
+        )
+    )
     return int(bool(broken))
 
 

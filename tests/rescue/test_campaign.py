@@ -9,8 +9,13 @@ from helpers import run_ranks, run_script
 # A cell (where, kind) that holds, and what of its outcome is changed: the judge must see it.
 SPOILED = {
     "input nan": [
-        {"summary": {"updates": 10}}, {"code": 3}, {"bad_files": ["last.pt"]}, {"skipped": []},
-        {"skipped": [7]}, {"reasons": ["loss"]}, {"skipped": [6, 7, 8, 9]},
+        {"summary": {"updates": 10}},
+        {"code": 3},
+        {"bad_files": ["last.pt"]},
+        {"skipped": []},
+        {"skipped": [7]},
+        {"reasons": ["loss"]},
+        {"skipped": [6, 7, 8, 9]},
     ],
     "act flip": [{"cures": []}],
     "grad flip": [{"cured_rank": [-1]}],
@@ -21,7 +26,7 @@ SPOILED = {
     "compiler nan": [{"cures": ["divergence"]}],
     "optstate last": [{"last step": 0}],
     "param last": [{"bad_files": ["best.pt"]}],
-}  # fmt: skip
+}
 
 
 def outcome(ranks, precisions, folder):

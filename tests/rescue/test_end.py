@@ -1,4 +1,4 @@
-""""done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
+""" "done" is a claim that is checked: no lost run ends well, and no healthy one is accused."""
 
 import copy
 import dataclasses
@@ -65,8 +65,12 @@ def test_done_is_read_back_from_the_disk(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr(train, "conclude", damaged)
     assert run("--max-steps", 4, "--ckpt-every", 2)[0] == 0
-    wrong = {name: words for name, words in said.items() if not words.startswith("not done: ")
-             or name.split()[0].replace("folder", "last.pt") not in words}
+    wrong = {
+        name: words
+        for name, words in said.items()
+        if not words.startswith("not done: ")
+        or name.split()[0].replace("folder", "last.pt") not in words
+    }
     assert not wrong and len(said) == len(DAMAGES)
 
 
@@ -154,6 +158,7 @@ def struck(run, model, monkeypatch):
 
 def before(first, change):
     """change(net) before this training step."""
+
     def strike(net, step, batch):
         if step == first:
             change(net)
@@ -172,8 +177,11 @@ def ruin(statistic, value):
 TURNED_BACK = {
     "a variance below 0": (ruin("running_var", -1.0), "validation is non-finite", 10),
     "a mean that is far away": (ruin("running_mean", 1e5), "outputs no longer", 10),
-    "a head that grows a thousandfold near the end":
-        (before(36, lambda net: net.head.weight.data.mul_(-1e3)), "", 30),
+    "a head that grows a thousandfold near the end": (
+        before(36, lambda net: net.head.weight.data.mul_(-1e3)),
+        "",
+        30,
+    ),
 }
 
 
@@ -181,7 +189,7 @@ TURNED_BACK = {
 def test_statistics_that_ruin_the_evaluation_turn_the_run_back(struck, strike):
     strike, reason, good = TURNED_BACK[strike]
     code, last, _, lines = struck(strike, "--max-steps", 40)
-    cure, = events(lines, "cure")
+    (cure,) = events(lines, "cure")
     assert reason in cure["reason"] and f"back to the weights of step {good}" in cure["action"]
     assert code == 0 and last["val_acc1"] > 90
 
@@ -198,8 +206,11 @@ def ignore(net, step, batch):
 
 
 LOST = {
-    "labels that are shuffled halfway":
-        (shuffle, "far above", ("--max-steps", 120, "--max-cures", 1)),
+    "labels that are shuffled halfway": (
+        shuffle,
+        "far above",
+        ("--max-steps", 120, "--max-cures", 1),
+    ),
     "outputs that ignore their input": (ignore, "", ("--max-steps", 40, "--max-cures", 2)),
 }
 
@@ -236,8 +247,9 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_a_validation_is_not_believed(struck, monkeypatch, name):
     evaluate = train.validation.evaluate
-    monkeypatch.setattr(train.validation, "evaluate",
-                        lambda *args, **more: LIES[name](evaluate(*args, **more)))
+    monkeypatch.setattr(
+        train.validation, "evaluate", lambda *args, **more: LIES[name](evaluate(*args, **more))
+    )
     _, last, _, _ = struck(shuffle_half, "--max-steps", 60)
     said = [text for text in last["warnings"] if "counted again" in text]
     assert bool(said) == (name != "the truth"), last
@@ -250,7 +262,8 @@ def shuffle_half(net, step, batch):
 
 
 def test_a_run_that_goes_on_with_another_validation_set_warns_and_compares_no_scores(
-        struck, run, monkeypatch):
+    struck, run, monkeypatch
+):
     load = train.prepare.load
 
     def other(*args, **more):
@@ -295,8 +308,10 @@ os._exit(code)
 
 @pytest.mark.parametrize("rank", ["1", "none"])
 def test_a_rank_that_trains_on_noise_is_a_warning_with_its_number(tmp_path, image_folder, rank):
-    words = ("--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 150 --device cpu "
-             f"--precision fp32 --data-dir {image_folder} --out-dir {tmp_path / 'run'}").split()
+    words = (
+        "--model cifarnet-tiny --dataset cifar10 --batch-size 40 --max-steps 150 --device cpu "
+        f"--precision fp32 --data-dir {image_folder} --out-dir {tmp_path / 'run'}"
+    ).split()
     ended = run_ranks([script(tmp_path, "import os\n" + NOISE), rank, *words], tmp_path)
     assert [code for code, *_ in ended] == [0, 0], ended
     warnings = json.loads(ended[0][1].splitlines()[-1])["warnings"]
@@ -326,8 +341,10 @@ def test_a_look_logs_both_ends_of_the_gradient_norms():
 LEARNT = [2.3] * 10 + [1.0] * 50
 
 
-@pytest.mark.parametrize(("losses", "reason"), [
-    ([80.0] * 20, "far above its past for 20 steps"), ([2.25] * 50, "lost what it learnt")])
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [([80.0] * 20, "far above its past for 20 steps"), ([2.25] * 50, "lost what it learnt")],
+)
 def test_a_spike_that_recovers_is_left_alone_and_one_that_lasts_is_not(losses, reason):
     said, _ = judged(LEARNT + losses)
     assert not any(said[:-1]) and reason in said[-1]

@@ -65,7 +65,8 @@ def acted(lines):
 
 
 def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp32(
-        run, wide, capsys):
+    run, wide, capsys
+):
     flags = ("--model", "wide", "--max-steps", 60)
     precise = run(*flags, out="fp32")[1]
     code, healed, _, lines = run(*flags, "--precision", "O1")
@@ -216,7 +217,8 @@ def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, mlp, mon
 
 @pytest.mark.parametrize(("first", "second"), [("bf16", "O2"), ("O2", "bf16"), ("O3", "fp32")])
 def test_a_run_goes_on_at_another_level_with_the_weights_it_had(
-        run, mlp, monkeypatch, first, second):
+    run, mlp, monkeypatch, first, second
+):
     flags = ("--model", "mlp", "--adam-eps", 1e-4)
     run(*flags, "--precision", first, "--max-steps", 6)
     saved, seen, restore = last_state(run)["model"], {}, train.resume.restore
@@ -248,8 +250,10 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
     run("--model", "wide", "--precision", "fp16", "--max-steps", 8)
     whole = torch.load(next(run.folder.glob("bad_step_*.pt")), weights_only=True)
     capsules = {
-        "hostile": whole | {"batches": Hostile()}, "foreign": {"weights": torch.zeros(1)},
-        "empty": whole | {"model": {}}, "fork": whole | {"model_name": "of_a_fork"},
+        "hostile": whole | {"batches": Hostile()},
+        "foreign": {"weights": torch.zeros(1)},
+        "empty": whole | {"model": {}},
+        "fork": whole | {"model_name": "of_a_fork"},
         **{f"no_{key}": {k: v for k, v in whole.items() if k != key} for key in whole},
     }
     for name, capsule in capsules.items():

@@ -67,10 +67,18 @@ def test_a_repeated_micro_batch_meets_its_loss_fault_again_and_no_buffer_fault()
 
 @pytest.mark.parametrize(
     "spec",
-    ["nan", "nan:grad", "nan:grad@step=", "odd:grad@step=1", "nan:sky@step=1",
-     "nan:grad@step=5..3", "nan:grad@step=1,rank=x", "nan:grad@step=-1",
-     "nan:grad:of.nothing@step=1"],
-)  # fmt: skip
+    [
+        "nan",
+        "nan:grad",
+        "nan:grad@step=",
+        "odd:grad@step=1",
+        "nan:sky@step=1",
+        "nan:grad@step=5..3",
+        "nan:grad@step=1,rank=x",
+        "nan:grad@step=-1",
+        "nan:grad:of.nothing@step=1",
+    ],
+)
 def test_a_wrong_inject_spec_is_refused_in_one_sentence(spec):
     with pytest.raises(ValueError, match="--inject") as caught:
         Injector(WithLoss(), spec)

@@ -1,6 +1,5 @@
 """Hardware that lies is caught and named; memory that ends on one rank costs no step."""
 
-
 import pytest
 import torch
 from helpers import events, last_state, needs_cuda, same, two_ranks
@@ -35,8 +34,9 @@ def test_verification_changes_no_number_of_a_run(run):
 
 def test_the_fifth_time_on_one_rank_of_two_both_end_with_exit_code_5(tmp_path, image_folder):
     spec = "flip:grad:1.weight@step=1..12,rank=1"
-    last, lines, _ = two_ranks(tmp_path, image_folder, "--inject", spec, "--verify-every", 1,
-                               code=5)
+    last, lines, _ = two_ranks(
+        tmp_path, image_folder, "--inject", spec, "--verify-every", 1, code=5
+    )
     assert last["status"] == "suspected hardware" and last["steps"] <= 8
     cures = [(c["verdict"], c["rank"]) for c in events(lines, "cure")]
     assert cures == [("not reproducible", 1)] * 5
@@ -76,9 +76,10 @@ def test_a_device_that_is_not_deterministic_is_compared_within_rounding():
 
 def test_of_three_ranks_the_one_that_differs_is_named_and_repaired(tmp_path, image_folder):
     spec = "flip:optstate:exp_avg@step=5,rank=0"  # the first is not always right
-    last, lines, weights = two_ranks(tmp_path, image_folder, "--inject", spec, "--verify-every", 6,
-                                     count=3)
-    cure, = events(lines, "cure")
+    last, lines, weights = two_ranks(
+        tmp_path, image_folder, "--inject", spec, "--verify-every", 6, count=3
+    )
+    (cure,) = events(lines, "cure")
     assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 5, 0)
     assert cure["action"] == "repaired from rank 1"
     assert (last["updates"], last["skipped"]) == (12, 0)
@@ -86,10 +87,11 @@ def test_of_three_ranks_the_one_that_differs_is_named_and_repaired(tmp_path, ima
 
 
 def test_of_two_ranks_the_one_with_a_flipped_weight_is_suspected_and_all_go_back(
-        tmp_path, image_folder):
+    tmp_path, image_folder
+):
     flags = ("--inject", "flip:param:1.weight@step=9,rank=1", "--ckpt-every", 4)
     last, lines, weights = two_ranks(tmp_path, image_folder, *flags, "--verify-every", 4)
-    cure, = events(lines, "cure")
+    (cure,) = events(lines, "cure")
     assert (cure["verdict"], cure["of_step"], cure["rank"]) == ("not reproducible", 9, 1)
     assert "back to the weights of step 8" in cure["action"] and last["status"] == "done"
     assert same(*weights)
@@ -103,7 +105,8 @@ SPECS = ["oom:act:1@step=5,rank=1", "oom:grad:1.weight@step=5", "oom:grad:3.weig
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_memory_that_ends_on_one_rank_or_both_costs_no_step_and_the_update_stays(
-        tmp_path, image_folder, spec):
+    tmp_path, image_folder, spec
+):
     last, lines, weights = two_ranks(tmp_path, image_folder, "--inject", spec)
     assert (last["status"], last["updates"]) == ("done", 12)
     step = int(spec.partition("step=")[2].split(",")[0])
@@ -149,8 +152,18 @@ def test_memory_that_really_ends_on_cuda_is_survived(run):
     free, _ = torch.cuda.mem_get_info()
     tenant = torch.empty(max(0, free - (600 << 20)), dtype=torch.uint8, device="cuda")
     try:
-        code, last, _, lines = run("--model", "resnet18", "--device", "cuda", "--batch-size", 400,
-                                   "--image-size", 32, "--max-steps", 4)
+        code, last, _, lines = run(
+            "--model",
+            "resnet18",
+            "--device",
+            "cuda",
+            "--batch-size",
+            400,
+            "--image-size",
+            32,
+            "--max-steps",
+            4,
+        )
     finally:
         del tenant
         torch.cuda.empty_cache()

@@ -42,14 +42,24 @@ SIGNS = (
 )
 PATHS = {  # as in test_fake_cuda
     "a look": (look, {FIGURES, *SIGNS}, (Guard, "see_state")),
-    "a look with probes": (lambda *run: look(*run, sampled=True), {
-        FIGURES, *SIGNS, "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
-        "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
-    }, (Probes, "detach")),
-    "a pass twice": (run_twice, {
-        "verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}",
-    }, (heal, "forward_backward")),
-}  # fmt: skip
+    "a look with probes": (
+        lambda *run: look(*run, sampled=True),
+        {
+            FIGURES,
+            *SIGNS,
+            "notice.py: sentences += sampler.warnings(float(run.scaler.scale_tensor))",
+            "probes.py: table = self._rows.nan_to_num(nan=math.inf, posinf=math.inf).tolist()",
+        },
+        (Probes, "detach"),
+    ),
+    "a pass twice": (
+        run_twice,
+        {
+            "verify.py: outcomes = {tuple(checksums(grads).tolist()) for grads in passes}",
+        },
+        (heal, "forward_backward"),
+    ),
+}
 
 
 @pytest.fixture

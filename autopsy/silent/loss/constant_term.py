@@ -33,8 +33,19 @@ LINEAR = (*SUMS, "MulBackward0", "DivBackward0", "MeanBackward0", "MeanBackward1
 SCALES = ("mul", "rmul", "imul", "div", "truediv")
 KEEPS = (*SCALES, "mean", "sum", "abs", "pow", "square", "squeeze", "view", "reshape", "nanmean")
 ADDS = ("add", "radd", "iadd", "stack", "cat", "sum")
-LIKE = ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like",
-        "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")  # its numbers are not used
+LIKE = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+    "new_tensor",
+)  # its numbers are not used
 
 
 class ConstantTerm(Events):

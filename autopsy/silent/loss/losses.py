@@ -41,8 +41,13 @@ RELU = "a ReLU makes each negative logit 0 before it: leave it out after the las
 SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
 SOFTMAX = "SoftmaxBackward0"
-OF_PROBABILITIES = ("LogBackward0", "AddBackward0", "ClampBackward1", "ClampMinBackward0",
-                    "DivBackward0")  # between a softmax and a log-probability
+OF_PROBABILITIES = (
+    "LogBackward0",
+    "AddBackward0",
+    "ClampBackward1",
+    "ClampMinBackward0",
+    "DivBackward0",
+)  # between a softmax and a log-probability
 OTHER_DIMENSION = "its input was normalised over dimension {}, and the classes are dimension {}"
 NO_LOGARITHM = (
     "nll_loss takes log-probabilities, and its input is {}: take log_softmax before it, or "

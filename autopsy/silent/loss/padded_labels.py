@@ -8,7 +8,6 @@ ids of the same rows are padded, as long as theirs (but for the one id that was 
 that are the ids themselves are those of an autoencoder, which may have to write the ends, too.
 """
 
-
 import torch
 
 from ...frames import line_of

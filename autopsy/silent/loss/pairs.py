@@ -21,8 +21,18 @@ from ...watch.interrupts import no_evidence
 
 OFTEN = 3  # of one line
 OF_ALL = ("MeanBackward0", "SumBackward0")
-ALONE = ("Neg", "Pow", "Abs", "Sqrt", "Log", "Exp", "Clamp", "ClampMin",
-         "Maximum", "Minimum")  # numbers of one pair alone
+ALONE = (
+    "Neg",
+    "Pow",
+    "Abs",
+    "Sqrt",
+    "Log",
+    "Exp",
+    "Clamp",
+    "ClampMin",
+    "Maximum",
+    "Minimum",
+)  # numbers of one pair alone
 SCALED, SUMS = ("MulBackward0", "DivBackward0"), ("AddBackward0", "SubBackward0")
 OF_EACH = [*(f"{name}Backward0" for name in ALONE), *SCALED, *SUMS]
 LOSSES = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")

@@ -11,11 +11,17 @@ from bench.diagnosis.step import Net, Step, case, identity, mean, numbers, weigh
 INF, NAN = math.inf, math.nan
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/187297", "divergence", module="",
-      op="sqrt", samples=(1,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/187297",
+    "divergence",
+    module="",
+    op="sqrt",
+    samples=(1,),
+    fix="guard",
+)
 def where_does_not_stop_sqrt():
-    """The branch that `where` did not take has a backward all the same: 0 / (2 * sqrt(-1)) is NaN.
-    """
+    """The branch that `where` did not take has a backward too: 0 / (2 * sqrt(-1)) is NaN."""
 
     def forward(net, x):
         h = net.fc(x)
@@ -27,8 +33,15 @@ def where_does_not_stop_sqrt():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/68425", "divergence", module="",
-      op="exp", samples=(2,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/68425",
+    "divergence",
+    module="",
+    op="exp",
+    samples=(2,),
+    fix="guard",
+)
 def where_does_not_stop_exp():
     """exp(100) is inf in the branch not taken; its backward is 0 * inf."""
 
@@ -41,11 +54,17 @@ def where_does_not_stop_exp():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pyg-team/pytorch_geometric/pull/2917", "divergence",
-      module="norm", op="sqrt", samples=(2,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pyg-team/pytorch_geometric/pull/2917",
+    "divergence",
+    module="norm",
+    op="sqrt",
+    samples=(2,),
+    fix="guard",
+)
 def layer_norm_of_a_constant_row():
-    """The eps stands outside the root: a constant row has variance 0, and sqrt has no slope there.
-    """
+    """The eps is outside the root: a constant row has variance 0, and sqrt has no slope there."""
 
     def normed(net, x):
         x = x - x.mean(-1, keepdim=True)
@@ -54,12 +73,20 @@ def layer_norm_of_a_constant_row():
 
     x = numbers(4, 6)
     x[2] = 1
-    return Step(Net(lambda net, x: net.norm(net.fc(x)), fc=identity(6), norm=Net(normed)), [(x,)],
-                weighted)
+    return Step(
+        Net(lambda net, x: net.norm(net.fc(x)), fc=identity(6), norm=Net(normed)), [(x,)], weighted
+    )
 
 
-@case("backward", "https://github.com/papagina/RotationContinuity/issues/11", "divergence",
-      module="", op="acos", samples=(0,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/papagina/RotationContinuity/issues/11",
+    "divergence",
+    module="",
+    op="acos",
+    samples=(0,),
+    fix="guard",
+)
 def geodesic_distance_of_equal_rotations():
     """acos has no slope at 1; limiting the cosine to 1, not to 0.9999, does not help."""
 
@@ -75,8 +102,15 @@ def geodesic_distance_of_equal_rotations():
     return Step(identity(4), [(x, target)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/22820", "divergence", module="",
-      op="div", samples=(3,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/22820",
+    "divergence",
+    module="",
+    op="div",
+    samples=(3,),
+    fix="guard",
+)
 def smape_masked_after_the_division():
     """0 / 0 where prediction and target are 0; the NaN is masked out of the loss but not out of the
     backward.
@@ -92,8 +126,15 @@ def smape_masked_after_the_division():
     return Step(identity(6), [(x, y)], loss)
 
 
-@case("backward", "https://github.com/ultralytics/yolov5/issues/13416", "divergence", module="",
-      op="div", samples=(2,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/ultralytics/yolov5/issues/13416",
+    "divergence",
+    module="",
+    op="div",
+    samples=(2,),
+    fix="guard",
+)
 def ciou_of_a_flat_box():
     """Height 0: w / h is inf, atan(inf) is finite, and the backward of the division is 0 / 0."""
 
@@ -108,11 +149,17 @@ def ciou_of_a_flat_box():
     return Step(identity(2), [(x, numbers(4, 2, seed=1).abs() + 0.5)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/31829", "divergence", module="",
-      op="logsumexp", samples=(1,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/31829",
+    "divergence",
+    module="",
+    op="logsumexp",
+    samples=(1,),
+    fix="guard",
+)
 def logsumexp_over_nothing():
-    """A state that no path reaches: logsumexp of -inf only is -inf, its slope is exp(-inf - -inf).
-    """
+    """A state that no path reaches: logsumexp of -inf is -inf, its slope is exp(-inf - -inf)."""
 
     def loss(net, x, reached):
         alpha = net(x) + torch.where(reached, 0.0, -INF)
@@ -124,8 +171,15 @@ def logsumexp_over_nothing():
     return Step(identity(6), [(numbers(4, 6), reached)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/49886", "divergence", module="whiten",
-      op="eigh", samples=(), fix="eigen")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/49886",
+    "divergence",
+    module="whiten",
+    op="eigh",
+    samples=(),
+    fix="eigen",
+)
 def whitening_with_equal_eigenvalues():
     """The slope of the eigenvectors divides by the difference of two eigenvalues; a low rank has
     two zeros.
@@ -137,12 +191,22 @@ def whitening_with_equal_eigenvalues():
 
     x = torch.zeros(4, 6)
     x[range(4), range(4)] = torch.tensor([1.0, 2, 3, 4])
-    return Step(Net(lambda net, x: net.whiten(net.fc(x)), fc=identity(6), whiten=Net(whiten)),
-                [(x,)], weighted)
+    return Step(
+        Net(lambda net, x: net.whiten(net.fc(x)), fc=identity(6), whiten=Net(whiten)),
+        [(x,)],
+        weighted,
+    )
 
 
-@case("backward", "https://github.com/KinWaiCheuk/nnAudio/issues/138", "divergence", module="spec",
-      op="sqrt", samples=(1,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/KinWaiCheuk/nnAudio/issues/138",
+    "divergence",
+    module="spec",
+    op="sqrt",
+    samples=(1,),
+    fix="guard",
+)
 def magnitude_of_silence():
     """A silent clip: real and imaginary part are 0, and so is what sqrt gets."""
 
@@ -155,8 +219,15 @@ def magnitude_of_silence():
     return Step(Net(lambda net, x: net.spec(net.fc(x)), fc=identity(6), spec=spec), [(x,)], mean)
 
 
-@case("backward", "https://github.com/filipradenovic/cnnimageretrieval-pytorch/issues/73",
-      "divergence", module="pool", op="pow", samples=(3,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/filipradenovic/cnnimageretrieval-pytorch/issues/73",
+    "divergence",
+    module="pool",
+    op="pow",
+    samples=(3,),
+    fix="guard",
+)
 def gem_pooling_of_dead_features():
     """Generalised-mean pooling without clamp(min=eps): 0 ** (1/3) has no finite slope."""
 
@@ -166,12 +237,20 @@ def gem_pooling_of_dead_features():
 
     x = numbers(4, 3, 5).abs()
     x[3] = 0
-    return Step(Net(lambda net, x: net.pool(net.fc(x)), fc=identity(5), pool=Net(pool)), [(x,)],
-                mean)
+    return Step(
+        Net(lambda net, x: net.pool(net.fc(x)), fc=identity(5), pool=Net(pool)), [(x,)], mean
+    )
 
 
-@case("backward", "https://github.com/pyro-ppl/numpyro/issues/1696", "divergence", module="",
-      op="xlogy", samples=(1,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pyro-ppl/numpyro/issues/1696",
+    "divergence",
+    module="",
+    op="xlogy",
+    samples=(1,),
+    fix="guard",
+)
 def entropy_by_xlogy():
     """xlogy(0, 0) is 0, as wanted, and its slope is 0 / 0."""
 
@@ -185,8 +264,15 @@ def entropy_by_xlogy():
     return Step(identity(6), [(x,)], loss)
 
 
-@case("backward", "https://github.com/FlyingGiraffe/vnn/pull/4", "divergence", module="bn",
-      op="sqrt", samples=(2,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/FlyingGiraffe/vnn/pull/4",
+    "divergence",
+    module="bn",
+    op="sqrt",
+    samples=(2,),
+    fix="guard",
+)
 def length_of_a_zero_vector():
     """The length of a vector neuron by sqrt of a sum; the vector [0, 0, 0] has no direction."""
 
@@ -200,8 +286,15 @@ def length_of_a_zero_vector():
     return Step(Net(lambda net, v: net.bn(net.fc(v)), fc=identity(3), bn=bn), [(v,)], weighted)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/17455", "divergence", module="",
-      op="exp|log", samples=(1,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/17455",
+    "divergence",
+    module="",
+    op="exp|log",
+    samples=(1,),
+    fix="guard",
+)
 def overwriting_does_not_stop_the_gradient():
     """log(exp(100) + 1) is inf; writing 0 over it leaves 0 * inf in the backward."""
 
@@ -216,8 +309,13 @@ def overwriting_does_not_stop_the_gradient():
     return Step(Net(forward, fc=identity(6)), [(x,)], mean)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/64305", "data|divergence",
-      samples=(1,), fix="guard|samples")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/64305",
+    "data|divergence",
+    samples=(1,),
+    fix="guard|samples",
+)
 def targets_masked_too_late():
     """A missing target is NaN. Masked after the square, its gradient is 0 * NaN; masked before, all
     is well.
@@ -231,8 +329,15 @@ def targets_masked_too_late():
     return Step(identity(6), [(numbers(4, 6), y)], loss)
 
 
-@case("backward", "https://github.com/pytorch/pytorch/issues/2534", "divergence", module="",
-      op="sqrt", samples=(2,), fix="guard")
+@case(
+    "backward",
+    "https://github.com/pytorch/pytorch/issues/2534",
+    "divergence",
+    module="",
+    op="sqrt",
+    samples=(2,),
+    fix="guard",
+)
 def gradient_penalty_at_a_dead_critic():
     """WGAN-GP: the critic's gradient is 0 for one sample, and the penalty differentiates the root
     of its square.
@@ -240,11 +345,14 @@ def gradient_penalty_at_a_dead_critic():
 
     def loss(net, x):
         x = x.clone().requires_grad_()
-        grad, = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         norm = grad.pow(2).sum(-1).sqrt()  # <- guilty
         return ((norm - 1) ** 2).mean()
 
     x = numbers(4, 6).abs()
     x[2] *= -1
-    return Step(Net(lambda net, x: net.out(net.fc(x).relu()), fc=identity(6), out=nn.Linear(6, 1)),
-                [(x,)], loss)
+    return Step(
+        Net(lambda net, x: net.out(net.fc(x).relu()), fc=identity(6), out=nn.Linear(6, 1)),
+        [(x,)],
+        loss,
+    )

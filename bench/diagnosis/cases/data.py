@@ -14,8 +14,11 @@ NAN = math.nan
 @case("data", "https://github.com/pytorch/pytorch/issues/70348", "data", micro_batch=1, fix="count")
 def every_label_ignored():
     """The second of three micro-batches has no label but -100: a mean over nothing."""
-    batches = [(numbers(4, 6), labels()), (numbers(4, 6), torch.full((4,), -100)),
-               (numbers(4, 6), labels())]
+    batches = [
+        (numbers(4, 6), labels()),
+        (numbers(4, 6), torch.full((4,), -100)),
+        (numbers(4, 6), labels()),
+    ]
     return Step(nn.Linear(6, 3), batches, cross)
 
 
@@ -24,12 +27,22 @@ def nan_pixel_in_a_dict():
     """The batch is one dict, and one picture in it holds a NaN."""
     x = numbers(4, 6)
     x[2, 3] = NAN
-    return Step(nn.Linear(6, 3), [({"image": x, "label": labels()},)],
-                lambda net, batch: cross(net, batch["image"], batch["label"]))
+    return Step(
+        nn.Linear(6, 3),
+        [({"image": x, "label": labels()},)],
+        lambda net, batch: cross(net, batch["image"], batch["label"]),
+    )
 
 
-@case("data", "https://github.com/matterport/Mask_RCNN/issues/159", "data|divergence", module="",
-      op="log", samples=(1,), fix="guard|samples")
+@case(
+    "data",
+    "https://github.com/matterport/Mask_RCNN/issues/159",
+    "data|divergence",
+    module="",
+    op="log",
+    samples=(1,),
+    fix="guard|samples",
+)
 def ground_truth_box_without_height():
     """The regression target is log(height / anchor), and one box has height 0."""
 
@@ -42,8 +55,13 @@ def ground_truth_box_without_height():
     return Step(nn.Linear(2, 2), [(numbers(4, 2).abs() + 0.5, boxes)], loss)
 
 
-@case("data", "https://github.com/milesial/Pytorch-UNet/issues/291", "data", samples=(1,),
-      fix="samples")
+@case(
+    "data",
+    "https://github.com/milesial/Pytorch-UNet/issues/291",
+    "data",
+    samples=(1,),
+    fix="samples",
+)
 def grey_value_for_a_label():
     """A mask was stored as grey values: label 192 where there are two classes. It raises
     IndexError.
@@ -53,8 +71,9 @@ def grey_value_for_a_label():
     return Step(nn.Conv1d(1, 2, 1), [(numbers(4, 1, 5), y)], cross, num_classes=2)
 
 
-@case("data", "https://github.com/TencentGameMate/gnn_cross_lingual/issues/5", "data",
-      fix="samples")
+@case(
+    "data", "https://github.com/TencentGameMate/gnn_cross_lingual/issues/5", "data", fix="samples"
+)
 def label_equal_to_the_number_of_classes():
     """12 classes and a label 12, and nobody tells the tool the number of classes: the step only
     raises.
@@ -62,19 +81,37 @@ def label_equal_to_the_number_of_classes():
     return Step(nn.Linear(6, 12), [(numbers(4, 6), torch.tensor([0, 3, 12, 11]))], cross)
 
 
-@case("data", "https://github.com/EricFillion/happy-transformer/issues/248", "data", samples=(0,),
-      micro_batch=1, fix="samples")
+@case(
+    "data",
+    "https://github.com/EricFillion/happy-transformer/issues/248",
+    "data",
+    samples=(0,),
+    micro_batch=1,
+    fix="samples",
+)
 def negative_label_in_the_second_dict():
     """Label -1 in a dict with named columns, in the second micro-batch."""
-    batches = [({"text": numbers(4, 6), "labels": labels()},),
-               ({"text": numbers(4, 6), "labels": labels() - 1},)]
+    batches = [
+        ({"text": numbers(4, 6), "labels": labels()},),
+        ({"text": numbers(4, 6), "labels": labels() - 1},),
+    ]
     batches[1][0]["labels"][3] = 2
-    return Step(nn.Linear(6, 3), batches,
-                lambda net, batch: cross(net, batch["text"], batch["labels"]), num_classes=3)
+    return Step(
+        nn.Linear(6, 3),
+        batches,
+        lambda net, batch: cross(net, batch["text"], batch["labels"]),
+        num_classes=3,
+    )
 
 
-@case("data", "https://github.com/Nixtla/neuralforecast/issues/186", "data", samples=(3,),
-      micro_batch=2, fix="samples")
+@case(
+    "data",
+    "https://github.com/Nixtla/neuralforecast/issues/186",
+    "data",
+    samples=(3,),
+    micro_batch=2,
+    fix="samples",
+)
 def missing_target_in_the_third_micro_batch():
     """A missing value in column y is NaN, and nobody masks it."""
     y = numbers(4, 6, seed=3)
@@ -83,8 +120,15 @@ def missing_target_in_the_third_micro_batch():
     return Step(nn.Linear(6, 6), batches, lambda net, x, y: F.mse_loss(net(x), y))
 
 
-@case("data", "https://github.com/ypwhs/captcha_break/issues/29", "data|divergence", module="",
-      op="ctc", samples=(1,), fix="ctc|samples")
+@case(
+    "data",
+    "https://github.com/ypwhs/captcha_break/issues/29",
+    "data|divergence",
+    module="",
+    op="ctc",
+    samples=(1,),
+    fix="ctc|samples",
+)
 def ctc_target_longer_than_the_input():
     """Time first. Five equal letters need nine frames, there are six: no path, the loss is inf."""
 
@@ -97,16 +141,29 @@ def ctc_target_longer_than_the_input():
     return Step(nn.Linear(5, 4), [(numbers(6, 4, 5), target)], loss)
 
 
-@case("data", "https://github.com/pytorch/pytorch/issues/50224", "data", samples=(), micro_batch=1,
-      fix="count")
+@case(
+    "data",
+    "https://github.com/pytorch/pytorch/issues/50224",
+    "data",
+    samples=(),
+    micro_batch=1,
+    fix="count",
+)
 def empty_micro_batch():
     """No positive box in the whole micro-batch: the mean over no sample is NaN."""
     batches = [(numbers(4, 6), labels()), (numbers(0, 6), labels(0))]
     return Step(nn.Linear(6, 3), batches, cross)
 
 
-@case("data", "https://github.com/csteinmetz1/auraloss/issues/25", "data|divergence", module="",
-      op="div", samples=(2,), fix="guard|samples")
+@case(
+    "data",
+    "https://github.com/csteinmetz1/auraloss/issues/25",
+    "data|divergence",
+    module="",
+    op="div",
+    samples=(2,),
+    fix="guard|samples",
+)
 def si_sdr_of_a_silent_target():
     """The target of one clip is silence: the projection on it divides by its energy, 0."""
 
@@ -136,12 +193,21 @@ def missing_value_in_a_dataclass():
 
     x = numbers(4, 6)
     x[1, 4] = NAN
-    return Step(nn.Linear(6, 6), [(Imputed(x, numbers(4, 6, seed=1)),)],
-                lambda net, batch: F.mse_loss(net(batch.intact), batch.target))
+    return Step(
+        nn.Linear(6, 6),
+        [(Imputed(x, numbers(4, 6, seed=1)),)],
+        lambda net, batch: F.mse_loss(net(batch.intact), batch.target),
+    )
 
 
-@case("data", "https://github.com/ratschlab/DeepSpot/issues/9", "data", samples=(0,), micro_batch=1,
-      fix="samples")
+@case(
+    "data",
+    "https://github.com/ratschlab/DeepSpot/issues/9",
+    "data",
+    samples=(0,),
+    micro_batch=1,
+    fix="samples",
+)
 def empty_spot_in_a_mapping():
     """An encoding is a UserDict, no dict. An empty spot has features NaN, in the second micro-
     batch.
@@ -152,5 +218,8 @@ def empty_spot_in_a_mapping():
     x = numbers(4, 6)
     x[0] = NAN
     batches = [(UserDict(features=h, counts=numbers(4, 6, seed=1)),) for h in (numbers(4, 6), x)]
-    return Step(nn.Linear(6, 6), batches,
-                lambda net, batch: F.mse_loss(net(batch["features"]), batch["counts"]))
+    return Step(
+        nn.Linear(6, 6),
+        batches,
+        lambda net, batch: F.mse_loss(net(batch["features"]), batch["counts"]),
+    )

@@ -11,8 +11,15 @@ from bench.diagnosis.step import Net, Step, case, cross, identity, labels, numbe
 INF = math.inf
 
 
-@case("divergence", "https://github.com/vanderschaarlab/synthcity/issues/331", "divergence",
-      module="", op="exp", samples=(2,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/vanderschaarlab/synthcity/issues/331",
+    "divergence",
+    module="",
+    op="exp",
+    samples=(2,),
+    fix="guard",
+)
 def vae_log_variance():
     """An unbounded log variance of 95: exp is inf, and so is the KL term."""
 
@@ -26,8 +33,15 @@ def vae_log_variance():
     return Step(identity(6), [(x,)], loss)
 
 
-@case("divergence", "https://github.com/VincentStimper/normalizing-flows/issues/47", "divergence",
-      module="flow.coupling", op="exp", samples=(0,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/VincentStimper/normalizing-flows/issues/47",
+    "divergence",
+    module="flow.coupling",
+    op="exp",
+    samples=(0,),
+    fix="guard",
+)
 def affine_coupling():
     """RealNVP scales by exp of what a network says: 90 is too much."""
 
@@ -38,12 +52,22 @@ def affine_coupling():
     flow = Net(lambda net, z: net.coupling(z), coupling=Net(couple, scale=identity(3)))
     z = numbers(4, 6)
     z[0, 1] = 90
-    return Step(Net(lambda net, z: net.flow(net.fc(z)), flow=flow, fc=identity(6)), [(z,)],
-                lambda net, z: net(z).pow(2).mean())
+    return Step(
+        Net(lambda net, z: net.flow(net.fc(z)), flow=flow, fc=identity(6)),
+        [(z,)],
+        lambda net, z: net(z).pow(2).mean(),
+    )
 
 
-@case("divergence", "https://github.com/jorge-pessoa/pytorch-msssim/issues/2", "divergence",
-      module="", op="pow", samples=(), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/jorge-pessoa/pytorch-msssim/issues/2",
+    "divergence",
+    module="",
+    op="pow",
+    samples=(),
+    fix="guard",
+)
 def ms_ssim_of_unlike_pictures():
     """A contrast term may be negative, and a negative number has no power of 0.3."""
 
@@ -56,8 +80,14 @@ def ms_ssim_of_unlike_pictures():
     return Step(identity(8), [(x, -x)], loss)
 
 
-@case("divergence", "https://github.com/cvignac/SMP/issues/3", "divergence",
-      module="layers.3|layers.7", op="mm|linear", fix="rate")
+@case(
+    "divergence",
+    "https://github.com/cvignac/SMP/issues/3",
+    "divergence",
+    module="layers.3|layers.7",
+    op="mm|linear",
+    fix="rate",
+)
 def deep_network_without_normalisation():
     """Weights grown under too large a rate: every one of eight layers makes its input 1e5 times as
     large.
@@ -67,13 +97,26 @@ def deep_network_without_normalisation():
         h = net.layers(x)  # <- guilty
         return net.head(h)
 
-    return Step(Net(forward, layers=nn.Sequential(*(identity(6, 1e5) for _ in range(8))),
-                    head=nn.Linear(6, 3)),
-                [(numbers(4, 6), labels())], cross)
+    return Step(
+        Net(
+            forward,
+            layers=nn.Sequential(*(identity(6, 1e5) for _ in range(8))),
+            head=nn.Linear(6, 3),
+        ),
+        [(numbers(4, 6), labels())],
+        cross,
+    )
 
 
-@case("divergence", "https://github.com/pytorch/pytorch/issues/41508", "divergence", module="attn",
-      op="softmax", samples=(2,), fix="mask")
+@case(
+    "divergence",
+    "https://github.com/pytorch/pytorch/issues/41508",
+    "divergence",
+    module="attn",
+    op="softmax",
+    samples=(2,),
+    fix="mask",
+)
 def every_key_is_padding():
     """A sample without a key: softmax over nothing but -inf."""
 
@@ -87,8 +130,15 @@ def every_key_is_padding():
     return Step(net, [(numbers(4, 3, 8), padding)], weighted)
 
 
-@case("divergence", "https://github.com/huggingface/trl/pull/7252", "divergence", module="",
-      op="mul", samples=(1,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/huggingface/trl/pull/7252",
+    "divergence",
+    module="",
+    op="mul",
+    samples=(1,),
+    fix="guard",
+)
 def entropy_of_a_masked_token():
     """A forbidden token has logit -inf, probability 0 and log probability -inf: 0 * -inf is NaN."""
 
@@ -102,8 +152,15 @@ def entropy_of_a_masked_token():
     return Step(identity(6), [(numbers(4, 6), forbidden)], loss)
 
 
-@case("divergence", "https://github.com/emadeldeen24/TS-TCC/issues/25", "divergence", module="",
-      op="log", samples=(0,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/emadeldeen24/TS-TCC/issues/25",
+    "divergence",
+    module="",
+    op="log",
+    samples=(0,),
+    fix="guard",
+)
 def contrastive_loss_of_a_long_vector():
     """All similarities but a sample's own fall 225 below the maximum, exp of them is 0, and so is
     their sum.
@@ -122,8 +179,15 @@ def contrastive_loss_of_a_long_vector():
     return Step(identity(6), [(x,)], loss)
 
 
-@case("divergence", "https://github.com/DLR-RM/stable-baselines3/issues/325", "divergence|data",
-      module="", op="std|var", micro_batch=1, fix="spread")
+@case(
+    "divergence",
+    "https://github.com/DLR-RM/stable-baselines3/issues/325",
+    "divergence|data",
+    module="",
+    op="std|var",
+    micro_batch=1,
+    fix="spread",
+)
 def advantage_of_a_single_observation():
     """The last micro-batch of PPO has one sample: the standard deviation of one number is 0 / 0,
     eps or not.
@@ -137,8 +201,15 @@ def advantage_of_a_single_observation():
     return Step(nn.Linear(6, 1), [(numbers(4, 6),), (numbers(1, 6),)], loss)
 
 
-@case("divergence", "https://github.com/vanvalenlab/deepcell-tf/issues/445", "divergence",
-      module="normalize", op="div", samples=(3,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/vanvalenlab/deepcell-tf/issues/445",
+    "divergence",
+    module="normalize",
+    op="div",
+    samples=(3,),
+    fix="guard",
+)
 def picture_of_one_colour():
     """Each picture is divided by its standard deviation, which is 0 for a blank one."""
 
@@ -151,8 +222,15 @@ def picture_of_one_colour():
     return Step(net, [(x, labels())], cross)
 
 
-@case("divergence", "https://github.com/HKUDS/SSLRec/issues/26", "divergence", module="", op="log",
-      samples=(0,), fix="guard")
+@case(
+    "divergence",
+    "https://github.com/HKUDS/SSLRec/issues/26",
+    "divergence",
+    module="",
+    op="log",
+    samples=(0,),
+    fix="guard",
+)
 def gumbel_noise_of_zero():
     """-log(-log(u)) with u = 0, which torch.rand may draw (here it is made to)."""
 

@@ -7,8 +7,15 @@ from torch import nn
 from bench.diagnosis.step import Net, Step, case, cross, filled, identity, labels, numbers, weighted
 
 
-@case("half", "https://github.com/huggingface/transformers/issues/5651", "precision",
-      module="ff.wo", op="mm|linear", samples=(2,), fix="island:ff.wo|island:ff")
+@case(
+    "half",
+    "https://github.com/huggingface/transformers/issues/5651",
+    "precision",
+    module="ff.wo",
+    op="mm|linear",
+    samples=(2,),
+    fix="island:ff.wo|island:ff",
+)
 def t5_feed_forward():
     """T5's second projection makes 66246 (here 102400) out of ordinary hidden values: inf in fp16,
     fine in fp32.
@@ -21,13 +28,24 @@ def t5_feed_forward():
     x = numbers(4, 8).abs()
     x[2] = 200
     ff = Net(feed_forward, wi=filled(8, 64, 1.0), wo=filled(64, 8, 1.0))
-    net = Net(lambda net, x: net.head(net.norm(net.ff(x))), ff=ff, norm=nn.LayerNorm(8),
-              head=nn.Linear(8, 3))
+    net = Net(
+        lambda net, x: net.head(net.norm(net.ff(x))),
+        ff=ff,
+        norm=nn.LayerNorm(8),
+        head=nn.Linear(8, 3),
+    )
     return Step(net, [(x, labels())], cross, torch.float16)
 
 
-@case("half", "https://github.com/ultralytics/ultralytics/pull/24990", "precision", module="attn",
-      op="mm|matmul", samples=(1,), fix="island:attn")
+@case(
+    "half",
+    "https://github.com/ultralytics/ultralytics/pull/24990",
+    "precision",
+    module="attn",
+    op="mm|matmul",
+    samples=(1,),
+    fix="island:attn",
+)
 def attention_scaled_too_late():
     """q @ k passes 65504 before the scale makes it small; softmax of inf is NaN."""
 
@@ -42,8 +60,15 @@ def attention_scaled_too_late():
     return Step(Net(lambda net, x: net.attn(x), attn=attn), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/qubvel-org/segmentation_models.pytorch/issues/463", "precision",
-      module="", op="sum", samples=(), fix="fp32")
+@case(
+    "half",
+    "https://github.com/qubvel-org/segmentation_models.pytorch/issues/463",
+    "precision",
+    module="",
+    op="sum",
+    samples=(),
+    fix="fp32",
+)
 def dice_over_a_large_image():
     """The intersection counts pixels: 90000 of them do not fit into fp16. The loss is inf / inf."""
 
@@ -59,8 +84,15 @@ def dice_over_a_large_image():
     return Step(conv, [(ones, ones.clone())], loss, torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/32137", "precision", module="",
-      op="div|normalize", samples=(0,), fix="guard|fp32")
+@case(
+    "half",
+    "https://github.com/pytorch/pytorch/issues/32137",
+    "precision",
+    module="",
+    op="div|normalize",
+    samples=(0,),
+    fix="guard|fp32",
+)
 def normalize_with_an_eps_that_is_zero():
     """F.normalize's eps of 1e-12 is 0 in fp16: a zero vector is divided by 0."""
 
@@ -72,8 +104,15 @@ def normalize_with_an_eps_that_is_zero():
     return Step(Net(forward, fc=identity(6)), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/88474", "precision", module="conv",
-      op="conv", samples=(3,), fix="island:conv")
+@case(
+    "half",
+    "https://github.com/pytorch/pytorch/issues/88474",
+    "precision",
+    module="conv",
+    op="conv",
+    samples=(3,),
+    fix="island:conv",
+)
 def overflow_that_soils_batch_norm():
     """The convolution overflows; the batch norm after it writes NaN into its running statistics in
     the same step.
@@ -90,8 +129,15 @@ def overflow_that_soils_batch_norm():
     return Step(Net(forward, conv=conv, bn=nn.BatchNorm1d(16)), [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/pytorch/pytorch/issues/40497", "precision", module="", op="log",
-      samples=(2,), fix="guard|fp32")
+@case(
+    "half",
+    "https://github.com/pytorch/pytorch/issues/40497",
+    "precision",
+    module="",
+    op="log",
+    samples=(2,),
+    fix="guard|fp32",
+)
 def focal_loss_of_a_vanished_probability():
     """sigmoid(-20) is 2e-9, 0 in fp16, and log(0) follows."""
 
@@ -105,8 +151,15 @@ def focal_loss_of_a_vanished_probability():
     return Step(identity(6), [(x, torch.ones(4, 6))], loss, torch.float16)
 
 
-@case("half", "https://github.com/zylo117/Yet-Another-EfficientDet-Pytorch/issues/502", "precision",
-      module="", op="log", samples=(1,), fix="guard|fp32")
+@case(
+    "half",
+    "https://github.com/zylo117/Yet-Another-EfficientDet-Pytorch/issues/502",
+    "precision",
+    module="",
+    op="log",
+    samples=(1,),
+    fix="guard|fp32",
+)
 def clamp_that_rounds_to_one():
     """1 - 1e-4 is 1 in fp16, so the clamp lets a probability of 1 pass to log(1 - p)."""
 
@@ -119,8 +172,15 @@ def clamp_that_rounds_to_one():
     return Step(identity(6), [(x,)], loss, torch.float16)
 
 
-@case("half", "https://github.com/huggingface/transformers/pull/17306", "precision", module="attn",
-      op="add|softmax", samples=(0,), fix="island:attn|guard|fp32")
+@case(
+    "half",
+    "https://github.com/huggingface/transformers/pull/17306",
+    "precision",
+    module="attn",
+    op="add|softmax",
+    samples=(0,),
+    fix="island:attn|guard|fp32",
+)
 def smallest_number_plus_a_score():
     """finfo(fp16).min - 40 is -inf. A padding row sees padding only: softmax over nothing but -inf
     is 0 / 0.
@@ -137,12 +197,20 @@ def smallest_number_plus_a_score():
     see[0, :, 0] = 0  # causal, and padded on the left: the first row of sample 0 sees nothing
     x = 3 + 0.1 * numbers(4, 3, 8)
     attn = Net(attention, q=identity(8), k=identity(8, -1.0))
-    return Step(Net(lambda net, *batch: net.attn(*batch), attn=attn), [(x, see)], weighted,
-                torch.float16)
+    return Step(
+        Net(lambda net, *batch: net.attn(*batch), attn=attn), [(x, see)], weighted, torch.float16
+    )
 
 
-@case("half", "https://github.com/mit-han-lab/efficientvit/issues/110", "precision", module="att",
-      op="mm|matmul", samples=(1,), fix="island:att")
+@case(
+    "half",
+    "https://github.com/mit-han-lab/efficientvit/issues/110",
+    "precision",
+    module="att",
+    op="mm|matmul",
+    samples=(1,),
+    fix="island:att",
+)
 def linear_attention_sums_the_tokens():
     """k^T v adds up over 100 tokens before anything divides by their number."""
 
@@ -153,15 +221,25 @@ def linear_attention_sums_the_tokens():
 
     x = numbers(4, 100, 4)
     x[1] = 30
-    return Step(Net(lambda net, x: net.att(x), att=Net(attention, qkv=identity(4))), [(x,)],
-                weighted, torch.float16)
+    return Step(
+        Net(lambda net, x: net.att(x), att=Net(attention, qkv=identity(4))),
+        [(x,)],
+        weighted,
+        torch.float16,
+    )
 
 
-@case("half", "https://github.com/open-mmlab/mmdetection/issues/1606", "precision", module="head",
-      op="exp", samples=(0,), fix="island:head|fp32|guard")
+@case(
+    "half",
+    "https://github.com/open-mmlab/mmdetection/issues/1606",
+    "precision",
+    module="head",
+    op="exp",
+    samples=(0,),
+    fix="island:head|fp32|guard",
+)
 def box_decoded_by_exp():
-    """FCOS: the distance to a side is exp of the regression, and exp(12) = 162755 is inf in fp16.
-    """
+    """FCOS: the distance to a side is exp of the regression; exp(12) = 162755 is inf in fp16."""
 
     def head(net, x):
         return net.reg(x).exp()  # <- guilty
@@ -169,12 +247,23 @@ def box_decoded_by_exp():
     x = numbers(4, 4)
     x[0, 3] = 12
     net = Net(lambda net, x: net.head(x), head=Net(head, reg=identity(4)))
-    return Step(net, [(x, torch.ones(4, 4))], lambda net, x, y: F.smooth_l1_loss(net(x).float(), y),
-                torch.float16)
+    return Step(
+        net,
+        [(x, torch.ones(4, 4))],
+        lambda net, x, y: F.smooth_l1_loss(net(x).float(), y),
+        torch.float16,
+    )
 
 
-@case("half", "https://github.com/google-ai-edge/LiteRT/issues/9249", "precision", module="se",
-      op="sum", samples=(2,), fix="island:se")
+@case(
+    "half",
+    "https://github.com/google-ai-edge/LiteRT/issues/9249",
+    "precision",
+    module="se",
+    op="sum",
+    samples=(2,),
+    fix="island:se",
+)
 def squeeze_and_excite_by_a_sum():
     """The sum over 256 positions passes 65504 before the division by 256."""
 
@@ -192,8 +281,15 @@ def squeeze_and_excite_by_a_sum():
     return Step(net, [(x,)], weighted, torch.float16)
 
 
-@case("half", "https://github.com/cumulo-autumn/StreamDiffusion/issues/114", "precision",
-      module="decoder.up", op="conv", samples=(1,), fix="island:decoder|fp32")
+@case(
+    "half",
+    "https://github.com/cumulo-autumn/StreamDiffusion/issues/114",
+    "precision",
+    module="decoder.up",
+    op="conv",
+    samples=(1,),
+    fix="island:decoder|fp32",
+)
 def vae_with_half_weights():
     """The whole decoder in fp16, weights too: its activations grow beyond 65504 and the picture is
     black.
@@ -211,12 +307,24 @@ def vae_with_half_weights():
     parts = dict(inp=inp, up=up, norm=nn.GroupNorm(2, 8), out=nn.Conv1d(8, 3, 1))
     x = numbers(4, 4, 6).abs().half()
     x[1] = 100
-    return Step(Net(lambda net, x: net.decoder(x), decoder=Net(decoder, **parts)).half(), [(x,)],
-                weighted, torch.float16, pure=True)
+    return Step(
+        Net(lambda net, x: net.decoder(x), decoder=Net(decoder, **parts)).half(),
+        [(x,)],
+        weighted,
+        torch.float16,
+        pure=True,
+    )
 
 
-@case("half", "https://github.com/fastino-ai/GLiNER2/pull/155", "precision", module="", op="log1p",
-      samples=(2,), fix="guard|fp32")
+@case(
+    "half",
+    "https://github.com/fastino-ai/GLiNER2/pull/155",
+    "precision",
+    module="",
+    op="log1p",
+    samples=(2,),
+    fix="guard|fp32",
+)
 def survival_in_bf16():
     """1 - 1e-6 is 1 in bf16. log1p(-1) = -inf is swallowed by exp, so the loss is finite and the
     backward 0 * inf.
@@ -234,8 +342,15 @@ def survival_in_bf16():
     return Step(identity(6), [(x,)], loss, torch.bfloat16)
 
 
-@case("half", "https://github.com/Lightning-AI/torchmetrics/issues/1380", "precision", module="",
-      op="sum", samples=(3,), fix="fp32")
+@case(
+    "half",
+    "https://github.com/Lightning-AI/torchmetrics/issues/1380",
+    "precision",
+    module="",
+    op="sum",
+    samples=(3,),
+    fix="fp32",
+)
 def manhattan_distance_of_long_vectors():
     """The sum of 1024 absolute differences of 100 does not fit into fp16."""
 
@@ -256,12 +371,22 @@ def loss_scale_too_large():
     return Step(nn.Linear(6, 3), [(numbers(4, 6), labels())], cross, torch.float16, scale=2.0**20)
 
 
-@case("half", "https://github.com/deepspeedai/DeepSpeed/issues/931", "calibration", micro_batch=1,
-      fix="nothing")
+@case(
+    "half",
+    "https://github.com/deepspeedai/DeepSpeed/issues/931",
+    "calibration",
+    micro_batch=1,
+    fix="nothing",
+)
 def loss_scale_too_large_for_one_micro_batch():
     """The first steps of a run at the usual 65536: inputs of 100 make the scaled gradient of the
     weight overflow.
     """
     batches = [(numbers(4, 6), labels()), (100 * numbers(4, 6, seed=1).abs(), labels())]
-    return Step(nn.Linear(6, 3), batches, lambda net, x, y: 4 * cross(net, x, y), torch.float16,
-                scale=2.0**16)
+    return Step(
+        nn.Linear(6, 3),
+        batches,
+        lambda net, x, y: 4 * cross(net, x, y),
+        torch.float16,
+        scale=2.0**16,
+    )

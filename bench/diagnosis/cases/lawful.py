@@ -22,8 +22,15 @@ from bench.diagnosis.step import (
 INF, NAN = math.inf, math.nan
 
 
-@case("lawful", "https://github.com/huggingface/transformers/pull/26421", "precision", module="wo",
-      op="mm|linear", samples=(2,), fix="island:wo")
+@case(
+    "lawful",
+    "https://github.com/huggingface/transformers/pull/26421",
+    "precision",
+    module="wo",
+    op="mm|linear",
+    samples=(2,),
+    fix="island:wo",
+)
 def additive_mask_in_the_batch():
     """The loader adds a mask of -inf to the batch, as it should. Guilty is an overflow after the
     attention.
@@ -38,12 +45,23 @@ def additive_mask_in_the_batch():
     mask = torch.full((4, 3, 3), -INF).triu(1)
     x = numbers(4, 3, 8)
     x[2] = 9000 + 0.1 * x[2]
-    return Step(Net(forward, wo=filled(8, 8, 1.0), norm=nn.LayerNorm(8)), [(x, mask)], weighted,
-                torch.float16)
+    return Step(
+        Net(forward, wo=filled(8, 8, 1.0), norm=nn.LayerNorm(8)),
+        [(x, mask)],
+        weighted,
+        torch.float16,
+    )
 
 
-@case("lawful", "https://github.com/chemprop/chemprop/issues/960", "divergence", module="",
-      op="sqrt", samples=(), fix="guard")
+@case(
+    "lawful",
+    "https://github.com/chemprop/chemprop/issues/960",
+    "divergence",
+    module="",
+    op="sqrt",
+    samples=(),
+    fix="guard",
+)
 def missing_targets_masked_rightly():
     """NaN targets are replaced before the subtraction. Guilty is the root of a mean squared error
     of exactly 0.
@@ -60,8 +78,15 @@ def missing_targets_masked_rightly():
     return Step(identity(6), [(x, y)], loss)
 
 
-@case("lawful", "https://github.com/macrocosm-os/mainframe/pull/185", "divergence", module="",
-      op="log", samples=(1,), fix="guard")
+@case(
+    "lawful",
+    "https://github.com/macrocosm-os/mainframe/pull/185",
+    "divergence",
+    module="",
+    op="log",
+    samples=(1,),
+    fix="guard",
+)
 def best_loss_starts_at_inf():
     """A buffer holds the best loss so far, inf at first. Guilty is a log of 0."""
 
@@ -76,8 +101,15 @@ def best_loss_starts_at_inf():
     return Step(net, [(x,)], mean)
 
 
-@case("lawful", "https://github.com/pytorch/vision/issues/1176", "divergence", module="", op="exp",
-      samples=(1,), fix="guard")
+@case(
+    "lawful",
+    "https://github.com/pytorch/vision/issues/1176",
+    "divergence",
+    module="",
+    op="exp",
+    samples=(1,),
+    fix="guard",
+)
 def image_id_is_no_label():
     """Detection targets carry integer columns beside the labels: image_id 139 with three classes is
     no fault.
@@ -95,8 +127,15 @@ def image_id_is_no_label():
     return Step(identity(6), [(x, targets)], loss, num_classes=6)
 
 
-@case("lawful", "https://github.com/pytorch/pytorch/issues/15508", "precision", module="fc",
-      op="mm|linear", samples=(0,), fix="island:fc")
+@case(
+    "lawful",
+    "https://github.com/pytorch/pytorch/issues/15508",
+    "precision",
+    module="fc",
+    op="mm|linear",
+    samples=(0,),
+    fix="island:fc",
+)
 def another_ignore_index():
     """Label 255 means: ignore. Guilty is an overflow in the layer before."""
 
@@ -107,13 +146,24 @@ def another_ignore_index():
     x = numbers(4, 6)
     x[0] = 20000 + x[0]
     y = torch.tensor([1, 255, 0, 2])
-    return Step(Net(forward, fc=filled(6, 6, 1.0), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)),
-                [(x, y)], lambda net, x, y: F.cross_entropy(net(x).float(), y, ignore_index=255),
-                torch.float16, num_classes=3)
+    return Step(
+        Net(forward, fc=filled(6, 6, 1.0), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)),
+        [(x, y)],
+        lambda net, x, y: F.cross_entropy(net(x).float(), y, ignore_index=255),
+        torch.float16,
+        num_classes=3,
+    )
 
 
-@case("lawful", "https://github.com/pytorch/pytorch/pull/43789", "divergence", module="", op="div",
-      samples=(2,), fix="guard")
+@case(
+    "lawful",
+    "https://github.com/pytorch/pytorch/pull/43789",
+    "divergence",
+    module="",
+    op="div",
+    samples=(2,),
+    fix="guard",
+)
 def observer_starts_at_inf():
     """A quantisation observer starts with min_val = inf and max_val = -inf. Guilty is a division by
     a range of 0.
@@ -132,8 +182,13 @@ def observer_starts_at_inf():
     return Step(Net(forward, fc=identity(6), observer=observer), [(x,)], weighted)
 
 
-@case("lawful", "https://github.com/pytorch/pytorch/pull/21244", "not reproducible", samples=(),
-      fix="hardware")
+@case(
+    "lawful",
+    "https://github.com/pytorch/pytorch/pull/21244",
+    "not reproducible",
+    samples=(),
+    fix="hardware",
+)
 def nan_that_comes_once():
     """A kernel returns NaN now and then. Run again, all is finite, the causal mask of -inf
     included.
@@ -150,8 +205,15 @@ def nan_that_comes_once():
     return Step(net, [(numbers(4, 3, 6),)], weighted)
 
 
-@case("lawful", "https://github.com/THUDM/slime/pull/2198", "divergence", module="", op="exp",
-      samples=(2,), fix="guard")
+@case(
+    "lawful",
+    "https://github.com/THUDM/slime/pull/2198",
+    "divergence",
+    module="",
+    op="exp",
+    samples=(2,),
+    fix="guard",
+)
 def ratio_beside_a_mask_of_actions():
     """The batch forbids actions by -inf, rightly. Guilty is exp of a log ratio of 100."""
 

@@ -11,8 +11,13 @@ from bench.diagnosis.step import Net, Step, case, cross, identity, labels, numbe
 INF, NAN = math.inf, math.nan
 
 
-@case("state", "https://github.com/gordicaleksa/pytorch-GAT/issues/11", "weights", names="scoring",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/gordicaleksa/pytorch-GAT/issues/11",
+    "weights",
+    names="scoring",
+    fix="state",
+)
 def parameter_never_initialised():
     """nn.Parameter(torch.Tensor(...)) holds what was in memory: here a NaN."""
     net = Net(lambda net, x: net.fc(x) * net.scoring, fc=nn.Linear(6, 3))
@@ -20,8 +25,13 @@ def parameter_never_initialised():
     return Step(net, [(numbers(4, 6), labels())], cross)
 
 
-@case("state", "https://github.com/openai/CLIP/issues/15", "weights", names="text_projection",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/openai/CLIP/issues/15",
+    "weights",
+    names="text_projection",
+    fix="state",
+)
 def projection_never_initialised():
     """torch.empty again; what was in memory reads as 2.7e38, finite and hopeless."""
     net = Net(lambda net, x: net.fc(x) @ net.text_projection, fc=identity(6))
@@ -31,8 +41,13 @@ def projection_never_initialised():
     return Step(net, [(numbers(4, 6), labels())], cross)
 
 
-@case("state", "https://github.com/sauradip/STALE/issues/16", "weights", names="bg_embeddings",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/sauradip/STALE/issues/16",
+    "weights",
+    names="bg_embeddings",
+    fix="state",
+)
 def background_embedding_never_initialised():
     """A parameter that is compared by cosine, left as torch.empty: inf in it, NaN after the
     normalisation.
@@ -43,23 +58,37 @@ def background_embedding_never_initialised():
     return Step(net, [(numbers(4, 6), labels())], cross)
 
 
-@case("state", "https://github.com/pytorch/pytorch/issues/96798", "weights", names="running_mean",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/pytorch/pytorch/issues/96798",
+    "weights",
+    names="running_mean",
+    fix="state",
+)
 def frozen_batch_norm_with_bad_statistics():
     """An overflow of an earlier step left NaN in the running mean; it shows when the layer is used
     in eval mode.
     """
-    net = Net(lambda net, x: net.head(net.bn(net.fc(x))), fc=identity(6), bn=nn.BatchNorm1d(6),
-              head=nn.Linear(6, 3))
+    net = Net(
+        lambda net, x: net.head(net.bn(net.fc(x))),
+        fc=identity(6),
+        bn=nn.BatchNorm1d(6),
+        head=nn.Linear(6, 3),
+    )
     net.bn.running_mean[4] = NAN
     return Step(net.eval(), [(numbers(4, 6), labels())], cross)
 
 
-@case("state", "https://github.com/VectorInstitute/FL4Health/pull/39", "weights|divergence",
-      module="bn", op="batch_norm", fix="state|statistics")
+@case(
+    "state",
+    "https://github.com/VectorInstitute/FL4Health/pull/39",
+    "weights|divergence",
+    module="bn",
+    op="batch_norm",
+    fix="state|statistics",
+)
 def negative_running_variance():
-    """Averaged like a weight, with momentum, a running variance became negative; its root is NaN.
-    """
+    """Averaged like a weight, with momentum, a running variance is negative; its root is NaN."""
 
     def forward(net, x):
         h = net.bn(net.fc(x))  # <- guilty
@@ -70,8 +99,13 @@ def negative_running_variance():
     return Step(net.eval(), [(numbers(4, 6), labels())], cross)
 
 
-@case("state", "https://github.com/NVIDIA-NeMo/RL/issues/3544", "weights", names="exp_avg",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/NVIDIA-NeMo/RL/issues/3544",
+    "weights",
+    names="exp_avg",
+    fix="state",
+)
 def optimizer_restored_with_nan():
     """Loss and gradients are finite, the restored moments are not: the update would be NaN."""
     net = nn.Linear(6, 3)
@@ -83,8 +117,13 @@ def optimizer_restored_with_nan():
     return Step(net, [(numbers(4, 6), labels())], cross, state=optimizer.state_dict())
 
 
-@case("state", "https://github.com/ageron/handson-ml2/issues/32", "weights", names="hidden",
-      fix="state")
+@case(
+    "state",
+    "https://github.com/ageron/handson-ml2/issues/32",
+    "weights",
+    names="hidden",
+    fix="state",
+)
 def hidden_state_carried_over():
     """A stateful RNN keeps the hidden state of the batch before, which had gone to NaN."""
 

@@ -19,13 +19,28 @@ def report_of(build):
     for batch in step.batches:
         record.keep(*batch)
     is_bad(step)
-    return autopsy.examine(step.run, record, step.net, state=step.state,
-                           num_classes=step.num_classes, precision=step.precision,
-                           scale=step.scale)
+    return autopsy.examine(
+        step.run,
+        record,
+        step.net,
+        state=step.state,
+        num_classes=step.num_classes,
+        precision=step.precision,
+        scale=step.scale,
+    )
 
 
 def diagnose(build):
     report = report_of(build)
-    parts = ("verdict", "module", "op", "node", "line", "samples", "micro_batch", "names",
-             "suggestion")
+    parts = (
+        "verdict",
+        "module",
+        "op",
+        "node",
+        "line",
+        "samples",
+        "micro_batch",
+        "names",
+        "suggestion",
+    )
     return Answer(**{part: getattr(report, part) for part in parts}, more=str(report.tried))

@@ -30,10 +30,18 @@ def diagnose(build):
 
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "config.json")
-        config.write_text(json.dumps({
-            "task": "statistics", "dump_path": f"{folder}/dump", "rank": [], "step": [],
-            "level": "mix", "statistics": {"scope": [], "list": [], "data_mode": ["all"]},
-        }))
+        config.write_text(
+            json.dumps(
+                {
+                    "task": "statistics",
+                    "dump_path": f"{folder}/dump",
+                    "rank": [],
+                    "step": [],
+                    "level": "mix",
+                    "statistics": {"scope": [], "list": [], "data_mode": ["all"]},
+                }
+            )
+        )
         debugger = PrecisionDebugger(config_path=str(config))
         step = build()
         debugger.start(model=step.net)
@@ -65,5 +73,9 @@ def answer(node, stacks):
         if not frames and forward in names:
             frames = stack
     found = (re.match(r"File (.+), line (\d+), in ([^,]+),", frame) for frame in reversed(frames))
-    return Answer(op=op, module=".".join(module), more=call,
-                  line=own_frame(match.groups() for match in found if match))
+    return Answer(
+        op=op,
+        module=".".join(module),
+        more=call,
+        line=own_frame(match.groups() for match in found if match),
+    )

@@ -25,5 +25,7 @@ def diagnose(build):
             step.run(batch)
     after = audit(step.net, phase="backward").findings
     bad = [finding for finding in before if finding.rule_id == "TA100"]
-    return Answer(names=tuple(f"{finding.module_path}.{finding.entity}" for finding in bad),
-                  more="\n".join(finding.message for finding in (*before, *after)))
+    return Answer(
+        names=tuple(f"{finding.module_path}.{finding.entity}" for finding in bad),
+        more="\n".join(finding.message for finding in (*before, *after)),
+    )

@@ -39,8 +39,14 @@ def diagnose(build):
     for batch in step.batches:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            report = torchtest2.check_model(Whole(step), batch, loss_fn=lambda loss: loss,
-                                            batch_dim=None, overfit_steps=1, detect_anomaly=True)
+            report = torchtest2.check_model(
+                Whole(step),
+                batch,
+                loss_fn=lambda loss: loss,
+                batch_dim=None,
+                overfit_steps=1,
+                detect_anomaly=True,
+            )
         function = re.search(r"Function '(\w+)' returned nan", report["overfit_batch"].message)
         if function:
             trace = "\n".join(str(warning.message) for warning in caught)

@@ -54,7 +54,7 @@ for _ in range(2):
             if "snr" in asked:  # min-SNR weights as in diffusers' own examples
                 snr = compute_snr(noise_scheduler, steps)
                 weights = torch.stack([snr, 5.0 * torch.ones_like(steps)], 1).min(1)[0] / snr  # snr
-                loss = (F.mse_loss(predicted, noise, reduction="none").mean((1, 2, 3)) * weights)
+                loss = F.mse_loss(predicted, noise, reduction="none").mean((1, 2, 3)) * weights
                 loss = loss.mean()
             else:
                 loss = F.mse_loss(predicted, noise)  # loss

@@ -83,8 +83,9 @@ def table():
             command, verdict, operation, where, says = cells + [""] * (5 - len(cells))
             launcher, _, command = command.rpartition(":")
             program, *arguments = command.split()
-            yield Row(program, arguments, launcher, verdict.replace("clean", ""), operation, where,
-                      says)  # fmt: skip
+            yield Row(
+                program, arguments, launcher, verdict.replace("clean", ""), operation, where, says
+            )
 
 
 def missing(row):
@@ -96,8 +97,13 @@ def missing(row):
 
 def run(row, folder, ways):
     """The program bare or under the command, at once: [(exit code, out, err)]."""
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-                   "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ""}  # fmt: skip
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": "",
+    }
     jobs = []
     for way in ways:
         (folder / way).mkdir()
@@ -109,8 +115,14 @@ def run(row, folder, ways):
         return run_together(jobs, folder)
     ended = []
     for argv, at, more in jobs:
-        done = subprocess.run([sys.executable, *LAUNCHERS[row.launcher], *argv], cwd=at, text=True,
-                              env=os.environ | more, capture_output=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, *LAUNCHERS[row.launcher], *argv],
+            cwd=at,
+            text=True,
+            env=os.environ | more,
+            capture_output=True,
+            timeout=600,
+        )
         ended.append((done.returncode, done.stdout, done.stderr))
     return ended
 
@@ -144,7 +156,7 @@ def judge(row, folder):
     made = first[1] if first else ""
     if row.operation and not re.search(rf"^\w+\.({row.operation})\b|^({row.operation})\b", made):
         wrong.append(f"operation {made}")
-    said = text[:first.end()] if first else ""  # its headline names the line
+    said = text[: first.end()] if first else ""  # its headline names the line
     if row.line and f"{row.program}.py:{line_of(row)} " not in said:
         wrong.append(f"line {said}, not {row.program}.py:{line_of(row)}")
     return wrong

@@ -13,9 +13,13 @@ from torchao.quantization.qat import QATConfig
 asked = set(sys.argv[1:])
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.GELU(),
+    nn.Linear(64, 128),
+    nn.LayerNorm(128),
+    nn.GELU(),
+    nn.Linear(128, 128),
+    nn.GELU(),
     nn.Linear(128, 4),
-)  # fmt: skip
+)
 if "qat" in asked:
     base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4)
     quantize_(model, QATConfig(base, step="prepare"))
