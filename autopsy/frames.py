@@ -40,7 +40,7 @@ class Line(str):
 NOWHERE = Line()
 
 
-def said(error):
+def first_line_of(error):
     """The error's type and first line; if that is long, its first sentence."""
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if len(text) > 160:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .frames import frames_in, line_of, said
+from .frames import first_line_of, frames_in, line_of
 from .locator import Locator
 from .report import Report
 from .tensors import LARGE, STATISTIC, Span, extent, numbers_of
@@ -63,7 +63,7 @@ class Rerun:
                 self._forget_frames()
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
-            return said(error)
+            return first_line_of(error)
         return ""
 
     def _bad_result(self, clean):

@@ -147,16 +147,16 @@ def make_equal(run: Run) -> tuple[int, str, str]:
     if 2 * table.count(usual) > run.world_size:
         right = table.index(usual)
         for name in names:
-            whole = tensors[name].contiguous()
-            dist.broadcast(whole, right)
-            tensors[name].copy_(whole)
+            tensor = tensors[name].contiguous()
+            dist.broadcast(tensor, right)
+            tensors[name].copy_(tensor)
         symptom = f"the replica of rank {', '.join(map(str, odd))} differs in {what}"
         return odd[0], symptom, f"repaired from rank {right}"
-    guilty = farthest(run, names)
+    suspect = farthest(run, names)
     symptom = f"the replicas of {run.world_size} ranks differ in {what}"
-    if guilty >= 0:
-        symptom += f"; suspect rank {guilty}, which is farther from last_good"
-    return guilty, symptom, f"no majority knows who is right: {heal.rewind(run)}"
+    if suspect >= 0:
+        symptom += f"; suspect rank {suspect}, which is farther from last_good"
+    return suspect, symptom, f"no majority knows who is right: {heal.rewind(run)}"
 
 
 def farthest(run: Run, names: list[str]) -> int:

@@ -72,7 +72,7 @@ def validate(run: Run) -> None:
         if scores != run.healing.trend.scores:
             run.healing.trend.scores = scores
             run.healing.trend.same_since = run.step
-        score = judged(run, scores)
+        score = rank_scores(run, scores)
         real = all(abs(x) <= checkpoint.LIMIT for x in score)
         is_best = real and (run.best is None or score > run.best)
         if is_best:
@@ -116,7 +116,7 @@ def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
     return evaluate(run.model, split, graph=run.graph, rows=rows)
 
 
-def judged(run: Run, scores: dict[str, float]) -> list[float]:
+def rank_scores(run: Run, scores: dict[str, float]) -> list[float]:
     """What picks the best weights, the higher, the better. Of equal scores the lower loss wins: of
     few images many are equal."""
     judged_by = run.model.judged_by
@@ -129,12 +129,12 @@ def score_again(run: Run, weights: dict[str, Tensor]) -> list[float]:
     with evaluated_weights(run):
         now = run.net.state_dict()
         if agreed(all(weights[name].equal(t.to(weights[name])) for name, t in now.items())):
-            return judged(run, run.scores)
+            return rank_scores(run, run.scores)
         before = {name: t.clone() for name, t in now.items()}
         run.net.load_state_dict(weights)
         scores = evaluate_all(run)
         run.net.load_state_dict(before)
-    return judged(run, scores)
+    return rank_scores(run, scores)
 
 
 def look_at_average(run: Run):

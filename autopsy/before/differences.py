@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..frames import frames_now, line_now, said
+from ..frames import first_line_of, frames_now, line_now
 from ..modes import Operations
 from ..step import rng_states, set_rng_states
 from ..tensors import device_of, flat_tensors, floats_in
@@ -100,7 +100,7 @@ class Custom(Operations):
                 with torch.enable_grad():
                     answer = differs(*call)
             except Exception as error:
-                unknown += [f"{name} ({said(error)})"] if used else []
+                unknown += [f"{name} ({first_line_of(error)})"] if used else []
                 continue
             if answer in (None, CHOICE) and not used:
                 continue
@@ -219,13 +219,13 @@ def _copy(g):
     return g.clone(memory_format=torch.contiguous_format)
 
 
-class FirstApart(Operations):
+class FirstDifference(Operations):
     """Entered twice, it compares the results of a step's forward with those of the first time:
     `line` is the first operation that differs."""
 
-    def __init__(self, apart):
+    def __init__(self, tolerance):
         super().__init__()
-        self.apart, self.kept, self.line = apart, [], ""
+        self.tolerance, self.kept, self.line = tolerance, [], ""
         self.rest = None
 
     def __enter__(self):
@@ -245,7 +245,9 @@ class FirstApart(Operations):
             pairs = zip(made, before, strict=False)
             if same is not func:
                 self.rest = ()  # another way: nothing can be compared
-            elif any(float((t - b).norm()) > self.apart * float(t.norm()) > 0 for t, b in pairs):
+            elif any(
+                float((t - b).norm()) > self.tolerance * float(t.norm()) > 0 for t, b in pairs
+            ):
                 self.line = f"{line_now()}: {func}"
         return out
 

@@ -18,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
-from ..frames import line_of, said
+from ..frames import first_line_of, line_of
 from ..modes import InDtype, compiled_code, without_checkpoints
 from ..step import unchanged
 from ..tensors import HALF, NARROW, numbers_of
@@ -38,7 +38,7 @@ from .answer import (
     norm,
     rounded_away,
 )
-from .differences import Checkpoints, Custom, FirstApart, Saved, own_gradients
+from .differences import Checkpoints, Custom, FirstDifference, Saved, own_gradients
 
 SHAKEN = 3  # times, with other last bits
 CONTEXTS = {
@@ -73,7 +73,7 @@ class GradientCheck(Watch):
         try:
             code, text = Step(self.recorder, optimizer, self.checkpoints.found).check()
         except Exception as error:
-            code, text = 4, f"it could not be made again ({said(error)}): nothing is known"
+            code, text = 4, f"it could not be made again ({first_line_of(error)}): nothing is known"
         self.answer = code, f"{step}: {text}"
         raise SystemExit
 
@@ -136,7 +136,7 @@ class Step:
         causes = [*wrong, *self._causes(custom, saved, way)]
         rounded = [] if beyond or self.half else rounded_away(first, truth)
         if rounded:
-            causes += self._first_apart()
+            causes += self._first_difference()
         return Measured(
             repeats=True,
             causes=causes[:4],
@@ -260,14 +260,14 @@ class Step:
             for p, data in held:
                 p.data = data
 
-    def _first_apart(self):
+    def _first_difference(self):
         """A sentence on the first operation whose result fp32 rounds as much."""
-        apart = FirstApart(DIGIT / 10)
-        self.once(Way, record=[apart])
+        first = FirstDifference(DIGIT / 10)
+        self.once(Way, record=[first])
         with suppress(Exception):  # an operation that knows its own type only
-            self.once(Way, torch.float64, record=[apart])
-        if apart.line:
-            yield f"{apart.line}: fp32 loses its result (a difference of large numbers?)"
+            self.once(Way, torch.float64, record=[first])
+        if first.line:
+            yield f"{first.line}: fp32 loses its result (a difference of large numbers?)"
 
 
 def _wider(call, dtype, of):

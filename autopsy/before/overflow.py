@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..advice import VERDICTS, Verdict
-from ..frames import said
+from ..frames import first_line_of
 from ..locator import Locator
 from ..operations import rule_of
 from ..tensors import HALF, LIMIT, exchange_dtype, extent, floats_in, numbers_of, storage_of
@@ -58,7 +58,9 @@ class Overflow(Locator):
     def __init__(self, steps=STEPS):
         super().__init__()
         self.autocast_rules = AutocastRules()
-        self.lost = WeakKeyDictionary()  # storages with numbers that half makes 0: what says so
+        self.underflowed = (
+            WeakKeyDictionary()
+        )  # storages with numbers that half makes 0: what says so
         self.to_one = WeakKeyDictionary()  # storages with a bound that half makes 1
         self.over = WeakKeyDictionary()  # storages with numbers beyond the end
         self.found = {}  # (line, phase, kind): (how bad, words)
@@ -99,7 +101,7 @@ class Overflow(Locator):
         try:
             self.check_operation(func, args, kwargs, out)
         except Exception as error:  # ours, not the script's
-            self.failure = f"{func} could not be read ({said(error)}): nothing is known"
+            self.failure = f"{func} could not be read ({first_line_of(error)}): nothing is known"
         return out
 
     def check_operation(self, func, args, kwargs, out):
@@ -216,7 +218,7 @@ class Overflow(Locator):
             return
         numbers = numbers_of(t.detach()).float()
         gone = (numbers != 0) & (numbers.half() == 0)
-        why = self.lost.get(storage_of(t), "")
+        why = self.underflowed.get(storage_of(t), "")
         if gone.any():
             least = float(numbers[gone].abs().amin())
             many = f"{int(gone.sum())} of {gone.numel()} numbers"
@@ -231,13 +233,15 @@ class Overflow(Locator):
         for c in bounds:
             if type(c) is float and c and (rounded := float(torch.tensor(c).half())) in (0, 1, -1):
                 if rounded == 0:
-                    self.lost[storage_of(out)] = f"{c:g}, which is to keep it from 0, is 0 in fp16"
+                    self.underflowed[storage_of(out)] = (
+                        f"{c:g}, which is to keep it from 0, is 0 in fp16"
+                    )
                 elif rounded != c:
                     self.to_one[storage_of(out)] = f"{c!r}, its bound, is {rounded:g} in fp16"
         if name in DIFFERENCES and any(type(a) in (int, float) and abs(a) == 1 for a in args):
             near = [self.to_one.get(storage_of(t)) for t in args if isinstance(t, torch.Tensor)]
             if why := next(filter(None, near), ""):
-                self.lost[storage_of(out)] = why
+                self.underflowed[storage_of(out)] = why
 
     def difference(self, args, out):
         """x + 1 - 1, 1 - p, E[x^2] - E[x]^2: of numbers that are rounded to half, little is left of
@@ -256,7 +260,7 @@ class Overflow(Locator):
             gone = (exact != 0) & (inexact == 0)
             if gone.any():
                 many = f"{int(gone.sum())} of {gone.numel()} numbers"
-                self.lost[storage_of(out)] = f"{many} become 0 in {kind}, and not in fp32"
+                self.underflowed[storage_of(out)] = f"{many} become 0 in {kind}, and not in fp32"
             off = float((inexact - exact).norm())
             if norm and GONE * norm < off < inf:
                 kinds.append(f"{off / norm:.0%} of its norm in {kind}")

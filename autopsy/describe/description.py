@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from ..frames import said
+from ..frames import first_line_of
 from ..tensors import few, flat_tensors
 from ..watch.calls import BACKWARD
 from ..watch.deferred import params_of
@@ -55,7 +55,7 @@ class OneStep(Events):
         self.recorder, self.titles = watch.recorder, titles
         self.seen = WeakKeyDictionary()  # optimizer: steps
         self.parts = []  # (title, the name of the first weight, lines)
-        self.told = WeakSet()  # networks
+        self.described = WeakSet()  # networks
         self.idle = []  # of each of these, what is in no loss
 
     def before_step(self, optimizer, losses, norm, moved):
@@ -69,14 +69,14 @@ class OneStep(Events):
         try:
             lines = self._made_again(optimizer)
         except Exception as error:
-            lines = [f"it cannot be made again ({said(error)})"]
+            lines = [f"it cannot be made again ({first_line_of(error)})"]
         self.parts.append((title, next(iter(names), "no weight"), lines))
 
     def _made_again(self, optimizer):
         calls = self.recorder.calls
         if len(calls) > MANY:
             return [f"it makes {len(calls)} calls, which are too many to be made again"]
-        if not self.recorder.whole:
+        if not self.recorder.is_complete:
             return ["it was not recorded as a whole: --share 1 records all"]
         with Forward(self.recorder) as again:
             if not again.calls:
@@ -92,7 +92,7 @@ class OneStep(Events):
             self.idle.append(idle_in(trace, [*again.results.values()]))
             with torch.enable_grad():
                 return [
-                    *of_forward(trace, self.told),
+                    *of_forward(trace, self.described),
                     *of_loss(trace, losses, params),
                     *of_functions(trace, {*nodes_of(losses)}),
                     *of_rest(trace),
@@ -143,6 +143,6 @@ class Drops(Follower):
         super().__init__()
         self.lines = lines
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if drops(func, kwargs):
             self.lines[here()] = True

@@ -165,7 +165,7 @@ class Trace(Follower):
         name, is_outermost = self.names.get(module, ""), not self._under_way
         self.modules.append(Called(module, name, given, made, since, is_outermost))
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if name == "__get__":
             name = func.__self__.__name__
         given, tensors = flat_tensors((args, kwargs)), flat_tensors(out)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..frames import said
+from ..frames import first_line_of
 from ..tensors import HALF, LIMIT, USUAL, numbers_of, storage_of
 from .interrupts import came_from_another_thread
 
@@ -108,7 +108,7 @@ class DeferredChecks:
                 raise
             if len(tensors) == 1:
                 kind = f"{type(tensors[0]).__name__}, {tensors[0].dtype}"
-                self.unread[kind] = said(error)
+                self.unread[kind] = first_line_of(error)
                 return [instead]
         return [value for t in tensors for value in self._one_by_one(read, [t], instead)]
 

@@ -13,7 +13,7 @@ import pkgutil
 from collections import Counter
 from functools import partial
 
-from ..frames import line_now, said
+from ..frames import first_line_of, line_now
 from ..modes import is_compiled
 from ..tensors import few
 from .budget import FIRST
@@ -150,9 +150,9 @@ class FirstPasses(Events):
 
 
 class FirstFunctions(Events):
-    """Calls look(func, name, args, kwargs, out) after each of its functions, outside of modules and
-    within, in the first steps, at the steps 8, 16, 32, ..., and in the first evaluations. What
-    raises there is no evidence."""
+    """Calls function_called(func, name, args, kwargs, out) after each of its functions, outside of
+    modules and within, in the first steps, at the steps 8, 16, 32, ..., and in the first
+    evaluations. What raises there is no evidence."""
 
     recorded_only = True
     functions = ()  # their names
@@ -162,7 +162,7 @@ class FirstFunctions(Events):
     def __init__(self, watch):
         self.recorder, self.hooks = watch.recorder, watch.hooks
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         """One of them was called."""
 
     def looks_into(self, module):
@@ -177,11 +177,11 @@ class Within(Follower):
         super().__init__()
         self.checks = checks
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         for check in self.checks:
             if name in check.functions:
                 with no_evidence:
-                    check.look(func, name, args, kwargs, out)
+                    check.function_called(func, name, args, kwargs, out)
 
 
 NAMES = [name for name in vars(Events) if not name.startswith("_")]
@@ -236,7 +236,9 @@ class Listeners:
                 if came_from_another_thread(error):
                     raise
                 name = type(check).__name__
-                self.failures.append(f"the check {name} failed ({said(error)}) and ended there")
+                self.failures.append(
+                    f"the check {name} failed ({first_line_of(error)}) and ended there"
+                )
                 self._listen([other for other in self._checks if other is not check])
         return answers
 
@@ -257,7 +259,7 @@ class Listeners:
         for check in self.functions[name]:
             if is_first or check.always:
                 with no_evidence:
-                    check.look(func, name, args, kwargs, out)
+                    check.function_called(func, name, args, kwargs, out)
 
     def during(self, call, args, kwargs):
         contexts = self._tell("during", call, args, kwargs)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..advice import RISES, Advice, Topic, Verdict, advice_on, in_its_words
 from ..facts import STATE, Kind
-from ..frames import Line, call_at, line_now, line_of, said, script_frames_now
+from ..frames import Line, call_at, first_line_of, line_now, line_of, script_frames_now
 from ..report import with_rank
 from ..tensors import LARGE, extent, few, storage_of
 from .calls import buffers_back
@@ -100,12 +100,12 @@ class Findings:
         self.reads[read] += 1
         single = t.numel() == 1 or self.recorder.first == inf  # torch.func: a loss for each network
         results = [t.detach()] if loss and not span.is_mask else ()
-        unknown = (results or (read.made == "nan" and single)) and not self.recorder.whole
+        unknown = (results or (read.made == "nan" and single)) and not self.recorder.is_complete
         if unknown or (made and (loss or (read.made == "nan" and single))):
             targets = [made.number] if made else []
             self.later(f"the script read {read}", targets, results, seen=Seen.READ)
 
-    def told(self):
+    def about_reads(self):
         """Sentences about bad numbers that the script read, though the run ended well."""
         for read, n in self.reads.items():
             report = self.infinite.get(read)
@@ -150,7 +150,7 @@ class Findings:
             if not self.hooks.depth:  # an optimizer within the backward would step again
                 report = replay(self.recorder, targets)
         except Exception as error:
-            self.hooks.say(f"the step could not be made again ({said(error)})", every=True)
+            self.hooks.say(f"the step could not be made again ({first_line_of(error)})", every=True)
         origin = locator and locator.origin_of(results)
         kind = report.source.kind if report and report.source else None
         earlier = kind in STATE and not (origin and origin.source)
@@ -167,10 +167,10 @@ class Findings:
         self.deferred.transfer()  # weights that were bad before are the cause
         if not self.reports and self.reads.total() < 4:
             report = self.explain(targets, results)
-            doubtful = not (results or self.recorder.whole)
+            doubtful = not (results or self.recorder.is_complete)
             if not ((report and report.op) or results or doubtful):
                 return False
-            if report or self.recorder.whole or not self.symptom:
+            if report or self.recorder.is_complete or not self.symptom:
                 self.found(symptom, report, seen=seen, about=about)
                 self.doubtful = doubtful and not report
         return True
@@ -188,7 +188,7 @@ class Findings:
         """Keep it for the end of the script."""
         self.step = self.recorder.steps if step is None else step
         self.symptom, self.seen = f"{symptom} at step {self.step}", seen
-        self.recorded, self.doubtful = self.recorder.whole, False
+        self.recorded, self.doubtful = self.recorder.is_complete, False
         if report and report.source not in self.about:  # else a report says what made it so
             self.rank_of_origin = self.hooks.rank
             self._keep(symptom, report)

@@ -14,10 +14,10 @@ DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout,
 
 
 class Follower(TorchFunctionMode):
-    """Calls look(func, name, args, kwargs, out) after each function. What raises there is no
-    evidence, and no error of the script."""
+    """Calls function_called(func, name, args, kwargs, out) after each function. What raises there
+    is no evidence, and no error of the script."""
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         """name: of the function, as Python has it."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -29,7 +29,7 @@ class Forward:
 
     def __init__(self, recorder, slope=False):
         self.passes, self.slope = 0, slope
-        calls = recorder.needed(()) if recorder.whole else []
+        calls = recorder.needed(()) if recorder.is_complete else []
         passes = [call for call in calls if call.function is BACKWARD]
         roots = [call for call in passes if call.number > recorder.latest]
         self.losses = [made for call in roots for made in call.uses()]

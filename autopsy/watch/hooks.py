@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..frames import HERE, said
+from ..frames import HERE, first_line_of
 from ..tensors import PLAIN
 from .interrupts import came_from_another_thread
 
@@ -186,7 +186,7 @@ class Hooks:
         except Exception as error:
             if came_from_another_thread(error):
                 raise
-            self.failure = f"the watch failed ({said(error)}) and is switched off"
+            self.failure = f"the watch failed ({first_line_of(error)}) and is switched off"
             self.say(f"{self.failure}; the script goes on", every=True)
             self.close()
         finally:

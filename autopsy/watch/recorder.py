@@ -344,7 +344,7 @@ class CallRecorder(TorchFunctionMode):
         return self._gradient_reads
 
     @property
-    def whole(self):
+    def is_complete(self):
         """Whether all that was computed since the last step was recorded."""
         return self.hooks.budget.recording and self.gap <= self.start
 

@@ -33,7 +33,7 @@ LARGE = 1e6  # what torch.empty finds may be finite
 def replay(recorder, targets):
     """examine() the recorded calls, and leave no trace. `targets`: numbers of calls whose results
     are examined, beside the losses."""
-    if not recorder.whole:
+    if not recorder.is_complete:
         return None  # a step that was not recorded
     calls = recorder.needed(targets)
     net = net_of(calls)

@@ -45,7 +45,7 @@ class Scaling:
         fresh = states is self._states and state["stage"].name == "READY"
         self._undivided |= fresh and not divides
         calls = self.recorder.calls
-        seen = fresh and not divides and self.recorder.whole
+        seen = fresh and not divides and self.recorder.is_complete
         if seen and not any(call.number > self.recorder.slope for call in calls):
             # else the script may have divided them
             self.multiplied[type(optimizer).__name__] = self.scaler.get_scale()

@@ -26,7 +26,7 @@ from types import ModuleType
 import torch
 
 from ..advice import Advice, Verdict, names_bad_number, on_exception
-from ..frames import HERE, PACK, TORCH, frames_in, line_of, said
+from ..frames import HERE, PACK, TORCH, first_line_of, frames_in, line_of
 from ..report import ROWS, Report, on_screen
 from ..step import rng_states, set_rng_states
 from ..tensors import running_statistics
@@ -114,7 +114,8 @@ def main():
             begin, states = torch.load(os.path.join(folder, "start"), weights_only=True)
             set_rng_states(states, "cpu")
         except Exception as error:
-            sys.exit(f"autopsy: {RERUN} is for its own second run only: unset it ({said(error)})")
+            why = first_line_of(error)
+            sys.exit(f"autopsy: {RERUN} is for its own second run only: unset it ({why})")
     path = os.path.abspath(path)
     start = Start(args.one_run, argv)
     if ask:
@@ -263,7 +264,7 @@ def last_look(watch, failure):
     watch.transfer()
     if not isinstance(failure, Exception):
         return
-    raised = said(failure)
+    raised = first_line_of(failure)
     if watch.optimizer:
         rate = watch.optimizer.param_groups[0].get("lr")
         report = Report(
@@ -277,7 +278,7 @@ def last_look(watch, failure):
         calls = watch.recorder.calls
         computed = [c.number for c in calls if c.uses() or c.given()]  # no mere table
         report = findings.explain(computed, raised=raised)
-        if not watch.recorder.whole and names_bad_number(failure):
+        if not watch.recorder.is_complete and names_bad_number(failure):
             findings.found(raised, None, seen=Seen.RAISED)
         *_, innermost = traceback.walk_tb(failure.__traceback__)
         by_torch = innermost[0].f_code.co_filename.startswith(TORCH)
@@ -315,7 +316,7 @@ def summary(watch, strange, description):
         say(text)
     for kind, why in watch.deferred.unread.items():
         say(f"numbers of this kind could not be read: {kind} ({why})")
-    for text in (*watch.findings.told(), *strange):
+    for text in (*watch.findings.about_reads(), *strange):
         say(text)
     if failure := watch.hooks.failure or watch.deferred.blind:
         say(f"{failure}: from step {steps} on nothing was read (exit code {UNWATCHED})")

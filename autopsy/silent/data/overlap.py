@@ -37,7 +37,7 @@ class Overlap(Events):
         self.all, self.last = [], None
         self.of = WeakKeyDictionary()  # Subset: one of these; of the same indices the same
         self.known = WeakSet()  # optimizers
-        self.told = {}
+        self.found = {}
 
     def iterated(self, loader):
         subset, self.last = loader.dataset, None
@@ -82,14 +82,14 @@ class Overlap(Events):
     def _compare(self, seen, other):
         shared = seen.shared[other.line] = len(seen.indices & other.indices)
         if 0 < shared < min(len(seen.indices), len(other.indices)):
-            self.told.setdefault((seen.line, other.line), (
+            self.found.setdefault((seen.line, other.line), (
                 f"{shared} of the {len(seen.indices)} samples that are evaluated at {seen.line} "
                 f"are trained on before, at {other.line}: both are Subsets of one data set, by "
                 "indices that overlap"
             ))  # fmt: skip
 
     def sentences(self):
-        yield from self.told.values()
+        yield from self.found.values()
 
 
 def _seen(subset):

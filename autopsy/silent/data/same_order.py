@@ -36,7 +36,7 @@ class SameOrder(Events):
         self.recorder = watch.recorder
         self.samplers = WeakKeyDictionary()  # sampler: Passes
         self.last = Passes("")  # of the loader that was iterated last
-        self.told = {}  # line: how many passes
+        self.repeated = {}  # line: how many passes
 
     def iterated(self, loader):
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
@@ -55,13 +55,13 @@ class SameOrder(Events):
         seen = self.last
         seen.trained += self.recorder.steps > seen.begun
         if seen.moves:
-            self.told.pop(seen.line, None)
+            self.repeated.pop(seen.line, None)
         elif seen.line and seen.trained >= OFTEN:
-            self.told[seen.line] = seen.trained
+            self.repeated[seen.line] = seen.trained
 
     def sentences(self):
         self._end()
-        for line, passes in self.told.items():
+        for line, passes in self.repeated.items():
             yield (
                 f"each of {passes} passes over the loader at {line} has the order of the first: "
                 "call set_epoch(epoch) of its DistributedSampler before each"

@@ -40,7 +40,7 @@ class CountedPairs(FirstFunctions):
     def looks_into(self, module):
         return False
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         t = args[0]
         if name in CHOICES:
             self.predictions.update((x, True) for x in flat_tensors(out) if x.dim())

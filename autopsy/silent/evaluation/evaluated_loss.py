@@ -34,7 +34,7 @@ class EvaluatedLoss(FirstFunctions):
         self.made = WeakIdKeyDictionary()  # tensor: "softmax" or "sigmoid"
         self.looks, self.found = Counter(), Counter()  # line; (line, sentence): calls
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         t = args[0] if args else kwargs["input"]
         if out.requires_grad or self.hooks.script_grad():
             return

@@ -97,7 +97,7 @@ class Drops(Follower):
         super().__init__()
         self.texts = texts
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         is_attention = drops_attention(name, args, kwargs)
         if not (is_attention or drops(func, kwargs)):
             return

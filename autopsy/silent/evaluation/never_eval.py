@@ -37,10 +37,10 @@ class Evaluated:
 
     def __init__(self):
         self.in_eval = False  # ever
-        self.judged = 0  # calls since the last backward pass
+        self.calls = 0  # calls since the last backward pass
         self.rows = 0  # of such calls
         self.batches = Counter()  # a few numbers of what it was given: in how many rows
-        self.now = set()  # those of the row under way
+        self.batch_numbers = set()  # those of the row under way
         self.undone = ""  # line of a train() right after eval(), before these
         self.line, self.because = "", ""  # of the first row that is long enough; its `undone`
 
@@ -99,7 +99,7 @@ class NeverEval(FirstFunctions):
     def looks_into(self, module):
         return False
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         judges = name not in COMPARES or all(map(_is_labels, args[:2]))
         if judges and not self.hooks.script_grad():
             self._judge()
@@ -107,11 +107,11 @@ class NeverEval(FirstFunctions):
     def _judge(self):
         seen, self.last = self.last, None  # once a call
         if seen and (seen.undone or not seen.in_eval):
-            seen.judged += 1
+            seen.calls += 1
             given = () if self.given is None else tuple(self.given.tolist())
-            seen.now.add(given)
+            seen.batch_numbers.add(given)
             again = given and seen.batches[given] == OFTEN - 1
-            if (seen.judged == OFTEN or again) and not seen.line:
+            if (seen.calls == OFTEN or again) and not seen.line:
                 code = code_of(script_frames_now())
                 meant = MEANT.search(code) or ALSO_MEANT.search(code)
                 seen.line, seen.because = "" if meant else line_now(), seen.undone
@@ -121,16 +121,16 @@ class NeverEval(FirstFunctions):
         self.undone.clear()
         self.passes += self.hooks.budget.recording  # else no evaluation is seen between them
         for seen in self.networks.values():
-            seen.rows += seen.judged > 0
-            seen.judged = 0
-            if seen.now and len(seen.batches) < MOST:
-                seen.batches.update(seen.now)
-            seen.now.clear()
+            seen.rows += seen.calls > 0
+            seen.calls = 0
+            if seen.batch_numbers and len(seen.batches) < MOST:
+                seen.batches.update(seen.batch_numbers)
+            seen.batch_numbers.clear()
 
     def wrote(self, line, weights, name, given):
         """A search along a line tries weights."""
         for seen in self.networks.values():
-            seen.judged = 0
+            seen.calls = 0
 
     def sentences(self):
         for module, seen in self.networks.items():

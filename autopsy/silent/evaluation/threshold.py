@@ -38,7 +38,7 @@ class Threshold(FirstFunctions):
         """Only losses: within a network nothing is its result."""
         return isinstance(module, _Loss)
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         t = args[0] if args else kwargs.get("input")
         network, k = self._network(self.recorder.maker(t))
         if network is None:

@@ -41,8 +41,8 @@ class Gradients:
     reads: int = 0
     led: bool = False  # did one lead to that step?
     used: tuple = ()  # the gradients after that
-    now: tuple = ()  # the gradients after the last call that was seen
-    twice: dict = field(default_factory=dict)  # lines of two steps with one gradient: how often
+    latest: tuple = ()  # the gradients after the last call that was seen
+    repeated: dict = field(default_factory=dict)  # lines of two steps with one gradient: how often
     pending: list = field(default_factory=list)  # passes since a step or a clear
     thrown: list = field(default_factory=list)  # (pass, line that cleared it) since the last step
     windows: int = 0  # steps that used a pass
@@ -68,7 +68,7 @@ class CallOrder(OutermostSteps):
         self.inside, self.clip = None, ()
         for seen in self.all:
             seen.pending, seen.thrown, seen.led = [], [], False
-            seen.now = gradients_of(seen.followed)
+            seen.latest = gradients_of(seen.followed)
 
     # Passes and clears
 
@@ -78,19 +78,19 @@ class CallOrder(OutermostSteps):
         if self.inside is None:
             where = _place()
             for seen in self.optimizers.values():
-                if seen.now != (now := gradients_of(seen.followed)):
+                if seen.latest != (now := gradients_of(seen.followed)):
                     seen.pending.append(Pass(where, self.recorder.gradient_reads))
-                seen.now = now
+                seen.latest = now
 
     def cleared(self, owner):
         if self.inside is not None:
             return
         for seen in self.optimizers.values():
             now = gradients_of(seen.followed)
-            if now != seen.now:
+            if now != seen.latest:
                 unread = [p for p in seen.pending if p.reads == self.recorder.gradient_reads]
                 seen.thrown += [(p.where, line_now()) for p in unread if not p.clipped]
-                seen.pending, seen.used, seen.now = [], (), now
+                seen.pending, seen.used, seen.latest = [], (), now
 
     def wrote(self, line, weights, name, given):
         """By hand, as one that looks for sharpness does between two passes."""
@@ -131,7 +131,7 @@ class CallOrder(OutermostSteps):
         again = seen.led and self.passes == seen.passes and any(now)
         if again and now == seen.used and reads == seen.reads:
             lines = seen.line, line
-            seen.twice[lines] = seen.twice.get(lines, 0) + 1
+            seen.repeated[lines] = seen.repeated.get(lines, 0) + 1
         else:
             seen.led = self.passes > seen.passes
         if seen.pending:
@@ -140,7 +140,7 @@ class CallOrder(OutermostSteps):
             other.pending = []
         seen.thrown = []
         seen.line, seen.passes, seen.reads, seen.used = line, self.passes, reads, now
-        seen.now = now
+        seen.latest = now
 
     def _count_wasted(self, optimizer, seen):
         """Of passes of one line, some were used and the others thrown away."""
@@ -162,7 +162,7 @@ class CallOrder(OutermostSteps):
 
     def sentences(self):
         for seen in self.all:
-            for (first, second), n in seen.twice.items():
+            for (first, second), n in seen.repeated.items():
                 if n >= OFTEN:
                     yield (
                         f"{seen.name} makes two steps with the gradients of one backward pass, at "

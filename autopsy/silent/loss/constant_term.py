@@ -56,41 +56,41 @@ class ConstantTerm(Events):
         self.forms = []  # of the losses since the last step
         self.suspect = False
         self.optimizers = WeakKeyDictionary()
-        self.told = []  # the same, of which there is something to tell
+        self.suspects = []  # the same, of which there is something to tell
 
     def backward(self, losses):
-        if self.told or self.recorder.hooks.budget.recording:
+        if self.suspects or self.recorder.hooks.budget.recording:
             forms = [_form(loss.grad_fn) for loss in losses if loss.grad_fn]
             self.forms = [*self.forms, *forms][-8:]
             self.suspect |= any(None in form for form in forms)
 
     def before_step(self, optimizer, losses, norm, moved):
-        if not (self.told or self.recorder.hooks.budget.recording):
+        if not (self.suspects or self.recorder.hooks.budget.recording):
             return
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = Seen()
         seen = self.optimizers[optimizer]
-        for other in self.told:
+        for other in self.suspects:
             other.alone &= other is seen
-        if seen.told:
+        if seen.constant:
             seen.changes |= not self.suspect
             seen.changes |= seen.looks == len(LOOKS) and not seen.forms.issuperset(self.forms)
         if seen.looks < len(LOOKS):
             seen.forms.update(self.forms)
         due = seen.looks < len(LOOKS) and seen.steps >= LOOKS[seen.looks]
-        if due and self.suspect and self.left and self.recorder.whole:
+        if due and self.suspect and self.left and self.recorder.is_complete:
             self.left -= 1
-            seen.look(_terms(self.recorder, optimizer, self.optimizers))
-            self.told = [*{*self.told, seen}] if seen.told else self.told
+            seen.add_look(_terms(self.recorder, optimizer, self.optimizers))
+            self.suspects = [*{*self.suspects, seen}] if seen.constant else self.suspects
         seen.steps += 1
         self.forms, self.suspect = [], False
 
     def sentences(self):
-        told = {}
-        for seen in self.told:
+        sentences = {}
+        for seen in self.suspects:
             if seen.looks == len(LOOKS) and not seen.changes:
-                told |= {text: True for text, same in seen.told if same or seen.alone}
-        for text in told:
+                sentences |= {text: True for text, same in seen.constant if same or seen.alone}
+        for text in sentences:
             yield f"a term of the loss trains nothing: {text}"
 
 
@@ -102,11 +102,11 @@ class Seen:
         self.forms = set()  # of its losses, until the last look
         self.changes = False  # has a later loss another form?
         self.alone = True  # has no other optimizer made a step since?
-        self.told = set()  # (sentence, does it compare the same?) of all looks so far
+        self.constant = set()  # (sentence, does it compare the same?) of all looks so far
 
-    def look(self, found):
-        self.told = self.told & found if self.looks else found
-        self.looks = len(LOOKS) if not self.told else self.looks + 1
+    def add_look(self, found):
+        self.constant = self.constant & found if self.looks else found
+        self.looks = len(LOOKS) if not self.constant else self.looks + 1
 
 
 def _form(node):
@@ -160,7 +160,7 @@ class Terms(Follower):
         self.followed = WeakIdKeyDictionary()  # tensor: {(sentence, does it compare the same?)}
         self.added = []  # (the same, the sum)
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         name = name.strip("_")
         given = flat_tensors((args, kwargs))
         chosen = any(t in self.chosen for t in given)

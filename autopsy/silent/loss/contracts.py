@@ -104,7 +104,7 @@ class Contracts(FirstFunctions):
         super().__init__(watch)
         self.looks, self.wrong = Counter(), Counter()  # (line, name): calls
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         key, (is_wrong, _) = (line_now(), name), CONTRACTS[name]
         if self.looks[key] < MOST:
             answer = is_wrong(**_bound(func, args, kwargs))

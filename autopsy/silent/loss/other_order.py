@@ -36,7 +36,7 @@ class OtherOrder(FirstFunctions):
         self.looks, self.wrong = Counter(), Counter()  # line: calls
         self.text = {}  # line: a sentence
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if name in LOSSES:
             results, labels = (*args, *kwargs.values())[:2]
             line, text = line_now(), self._compared(results, labels)

@@ -99,7 +99,7 @@ class ShiftedLabels(Events):
             self._look_closely()
 
     def _look_closely(self):
-        alone = self.recorder.whole and self.recorder.hooks.world == 1
+        alone = self.recorder.is_complete and self.recorder.hooks.world == 1
         if self.is_due and alone and not self.is_meant:
             self.is_due, self.passes = False, PASSES
             with no_evidence, Forward(self.recorder, slope=True) as again:
@@ -124,7 +124,7 @@ class Seen(Follower):
         self.is_causal = False  # does the script speak of a causal mask?
         self.draws = False  # is something drawn or chosen on the way, which may hide the ids?
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         self.draws |= name in DRAWS
         if name in ("cross_entropy", "nll_loss"):
             scores, target = args[:2] if len(args) > 1 else (kwargs["input"], kwargs["target"])

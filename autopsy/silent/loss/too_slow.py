@@ -37,7 +37,7 @@ class Begun:
         self.name, self.classes = type(optimizer).__name__, classes
         self.start = _samples(optimizer)
         self.steps, self.rates = 0, 0.0  # rates: their sum
-        self.told = ""
+        self.sentence = ""
 
 
 class TooSlow(Events):
@@ -65,7 +65,7 @@ class TooSlow(Events):
             seen.rates += rate
             if seen.steps >= EARLY and seen.steps.bit_count() == 1:
                 rising = seen.steps * rate > RISING * seen.rates
-                seen.told = "" if rising else self._look(seen, optimizer, sum(losses), rate)
+                seen.sentence = "" if rising else self._look(seen, optimizer, sum(losses), rate)
             seen.steps += 1
 
     def _begins(self, optimizer, loss):
@@ -107,7 +107,7 @@ class TooSlow(Events):
         )
 
     def sentences(self):
-        return filter(None, (seen.told for seen in self.all))
+        return filter(None, (seen.sentence for seen in self.all))
 
 
 def _are_guesses(loss, classes):

@@ -42,7 +42,7 @@ class WastedTerm(Events):
         self.losses = []  # (line, weights of each term) since the last step
         self.cut = {}  # line: what cut a term off, or ""
         self.open = []
-        self.lost = Counter()  # line: steps
+        self.wasted = Counter()  # line: steps
         self.reached = {}  # line: names of the weights
         self.used = set()  # lines with a term of which a step uses something
 
@@ -80,7 +80,9 @@ class WastedTerm(Events):
     def _cut_by(self, optimizer, reached):
         """What cuts the term that reaches these off from weights of this optimizer, or ""."""
         called = [c.function for c in self.recorder.calls if isinstance(c.function, nn.Module)]
-        if not self.recorder.whole or is_compiled([m for root in called for m in root.modules()]):
+        if not self.recorder.is_complete or is_compiled(
+            [m for root in called for m in root.modules()]
+        ):
             return ""
         params = [p for p in params_of(optimizer) if p.requires_grad]
         with no_evidence:  # what cannot be made again is no evidence
@@ -107,7 +109,7 @@ class WastedTerm(Events):
             if term.left or term.again or term.reads != self.recorder.gradient_reads:
                 self.used.add(term.line)
             else:
-                self.lost[term.line] += 1
+                self.wasted[term.line] += 1
                 if term.line not in self.reached:
                     self.reached[term.line] = self.names.of(next(iter(term.reached.values())))
 
@@ -119,7 +121,7 @@ class WastedTerm(Events):
         self.open, self.losses = [], []  # what became of them was not seen
 
     def sentences(self):
-        for line, steps in self.lost.items():
+        for line, steps in self.wasted.items():
             if steps >= OFTEN and line not in self.used:
                 yield (
                     f"a term of the loss at {line} trains nothing: it reaches only "
@@ -172,6 +174,6 @@ class Made(Follower):
         super().__init__()
         self.cuts, self.ends = cuts, {}
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if isinstance(out, torch.Tensor) and out.grad_fn and out in self.cuts.ends:
             self.ends[out.grad_fn] = self.cuts.ends[out]

@@ -137,7 +137,7 @@ class Calls(Follower):
         self.hidden = {}  # storage: shape of the hidden state of a recurrent layer
         self.sequences = set()  # (time, batch) of what such layers were given
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if name not in LOOKED_AT:
             return
         t, *more = args

@@ -34,7 +34,7 @@ class FutureMask(FirstFunctions):
         self.looks, self.wrong = Counter(), Counter()  # line: calls
         self.is_causal = False  # does some attention hide the future?
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         mask = args[0] if name == "softmax" else kwargs.get("attn_mask", [*args, None, None][3])
         n, columns = mask.shape[-2:]
         if n != columns or n < LEAST or (name == "softmax" and mask.dim() < 3):

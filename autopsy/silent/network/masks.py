@@ -81,7 +81,7 @@ class Masks(Events):
 
     def stepped(self, optimizer):
         """What else was given them in this step is known now."""
-        for module, call, masks, used, own in self.open if self.recorder.whole else ():
+        for module, call, masks, used, own in self.open if self.recorder.is_complete else ():
             known = self.looks.setdefault(module, [])
             later = [other for other in self.recorder.calls if other.number > call.number]
             refs = {ref for other in later for ref in other.uses()}

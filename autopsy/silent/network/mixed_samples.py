@@ -72,7 +72,7 @@ class MixedSamples(Events):
     def before_step(self, optimizer, losses, norm, moved):
         recorder = self.recorder
         due = self.size >= ROWS and self._is_due() and recorder.hooks.world == 1
-        calls = recorder.of_this_step if due and recorder.whole else ()
+        calls = recorder.of_this_step if due and recorder.is_complete else ()
         calls = [call for call in calls if isinstance(call.function, nn.Module) and call.grad]
         for call in calls[:MOST]:
             looks = self.networks.setdefault(call.function, [])
@@ -133,7 +133,7 @@ class Results(Follower):
         super().__init__()
         self.size, self.made = size, []
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         for t in flat_tensors(out):
             if t.is_floating_point() and t.shape[:1] == (self.size,):
                 self.made.append((f"{name} at {line_now()}", t.detach().clone()))

@@ -44,7 +44,7 @@ class NoInfluence(Events):
 
     def before_step(self, optimizer, losses, norm, moved):
         step, recorder = self.recorder.steps, self.recorder
-        if step < FIRST or not (step in (2, 5) or step.bit_count() < 2) or not recorder.whole:
+        if step < FIRST or not (step in (2, 5) or step.bit_count() < 2) or not recorder.is_complete:
             return
         if recorder.hooks.world > 1:
             return
@@ -140,7 +140,7 @@ class Readers(Follower):
         self.names = {storage_of(t): name for name, t in inputs.items()}
         self.lines = {}
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         for t in flat_tensors((args, kwargs)):
             if name not in ASKED and storage_of(t) in self.names:
                 self.lines.setdefault(self.names[storage_of(t)], line_now())

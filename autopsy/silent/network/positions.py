@@ -84,7 +84,7 @@ class Followed(Follower):
         compares = self.over_steps and not (self.over_samples or self.numbers_steps)
         return compares and self.last in (self.samples, self.samples * self.steps)
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         name = name.strip("_")
         if isinstance(out, torch.Tensor) and out.dim():
             self.last = len(out)

@@ -94,7 +94,7 @@ class Attention(Follower):
                 steps = self.check.wrong.setdefault((weights.line, text), set())
                 steps.add(self.check.recorder.steps)
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if name == "__get__":
             name = func.__self__.__name__
         given = [t for t in flat_tensors((args, kwargs)) if t.is_floating_point()]

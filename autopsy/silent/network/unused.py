@@ -36,7 +36,7 @@ class Unused(FirstFunctions):
         super().__init__(watch)
         self.found = Counter()  # (line, its source): calls
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if not out.requires_grad or out is args[0]:
             return
         frames = script_frames_now()

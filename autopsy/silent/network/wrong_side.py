@@ -34,7 +34,7 @@ class WrongSide(FirstFunctions):
     def over(self):
         self.padded = {}
 
-    def look(self, func, name, args, kwargs, out):
+    def function_called(self, func, name, args, kwargs, out):
         if name == "embedding":
             ids = args[0] if args else kwargs["input"]
             index = args[2] if len(args) > 2 else kwargs.get("padding_idx")

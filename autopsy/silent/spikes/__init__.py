@@ -84,7 +84,7 @@ class Spike(Events):
         self.pasts = WeakKeyDictionary()  # of each optimizer
         self.kinds = {}  # its class, and shapes of its weights: the latest one's
         self.given = WeakKeyDictionary()  # module: its batch; the largest number of earlier ones
-        self.told, self.tries = [], 0
+        self.jumps, self.tries = [], 0
 
     def called(self, module, tensors):
         """A module is called in training: read its batch at the steps 0, 1, 2, 4, 8, ..."""
@@ -124,7 +124,7 @@ class Spike(Events):
         past.highest = tuple(map(max, highest, now))
 
     def _is_asked(self, past):
-        return len(past.last) == PAST and len(self.told) < SPIKES and self.tries < TRIES
+        return len(past.last) == PAST and len(self.jumps) < SPIKES and self.tries < TRIES
 
     def wrote(self, line, weights, name, given):
         self.changes.wrote(line, weights)
@@ -161,7 +161,7 @@ class Spike(Events):
 
     def _spike(self, past, now, recent, times, raised, own=0.0):
         """`raised`: a sentence on the rate. `own`: the least loss of the rows that are named."""
-        known = raised and any(jump.since == past.since for jump in self.told)
+        known = raised and any(jump.since == past.since for jump in self.jumps)
         unseen = not (raised or self.changes.seen(past))
         if known or unseen or self.changes.target_moved(past):
             return
@@ -195,7 +195,7 @@ class Spike(Events):
             jump.why = jump.why or self.changes.sentence(past) or rows.term
         faster = times[0] > (ALL if own else ROWS) and most > FASTER * usual
         if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
-            self.told.append(jump)
+            self.jumps.append(jump)
             past.jump = jump
 
     def _whole(self):
@@ -220,7 +220,7 @@ class Spike(Events):
 
     def sentences(self):
         """Sentences on jumps that are explained, or after which the run stayed worse than ever."""
-        for jump in self.told:
+        for jump in self.jumps:
             ends = "; it has not come back" if jump.last else ""
             if jump.back is not None:
                 ends = f"; it came back at step {jump.back}"

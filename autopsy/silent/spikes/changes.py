@@ -80,7 +80,7 @@ class Changes:
             "others": any(not written & mine for _, written in self.written),
             "moved": moved,
             "fresh": self._fresh(optimizer) if more else {},
-            "whole": self.recorder.whole,
+            "whole": self.recorder.is_complete,
         }
         self.written = []
         for call in calls:

@@ -51,7 +51,7 @@ class Loads(Events):
         self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
         self.counts = Counter()  # (line, class): loads
         self.unused = {}  # id of a storage that was loaded and not called yet: (Unused, it)
-        self.lost = {}  # Unused of which something was overwritten: the line that did
+        self.overwritten = {}  # Unused of which something was overwritten: the line that did
 
     def stepped(self, optimizer):
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
@@ -62,7 +62,7 @@ class Loads(Events):
             load, storage = self.unused.pop(id(storage_of(p)), (None, None))
             if storage is storage_of(p):
                 load.left -= 1
-                self.lost[load] = line
+                self.overwritten[load] = line
 
     def called(self, module, tensors):
         self.unused.clear()
@@ -131,7 +131,7 @@ class Loads(Events):
     def sentences(self):
         for line, what in self.unloaded.items():
             yield f"load_state_dict() at {line} {what}"
-        for load, line in self.lost.items():
+        for load, line in self.overwritten.items():
             if load.matrices > 1 and not load.left:
                 yield (
                     f"all {load.matrices} matrices that load_state_dict() at {load.line} has "

@@ -24,15 +24,15 @@ from ....watch.interrupts import no_evidence
 from ...shared.graph_ends import DetachFinder, leaves
 from .gradient_path import RecreatedParameters, where_zero, without_graph
 from .reasons import Reasons
-from .weight_history import READ, Followed
+from .weight_history import READ, OptimizerHistory
 from .weight_list import WeightList
 
-LATELY = 8  # steps
-FIRST = 8  # optimizers that are looked at closely: some scripts build one for each task
-LOSSES = 8  # whose graphs are followed to their ends
+RECENT_STEPS = 8
+MAX_OPTIMIZERS = 8  # optimizers that are looked at closely: some scripts build one for each task
+MAX_LOSSES = 8  # whose graphs are followed to their ends
 
 
-class Still(Events):
+class StalledWeights(Events):
     """The weights of all optimizers and modules."""
 
     def __init__(self, watch):
@@ -40,8 +40,8 @@ class Still(Events):
         self.deferred = watch.deferred
         self.recorder = watch.recorder
         self.weights = WeightList()
-        self.begun = WeakIdKeyDictionary()  # weight: its norm before the first step
-        self.optimizers = {}  # id: Followed
+        self.norms_before = WeakIdKeyDictionary()  # weight: its norm before the first step
+        self.optimizers = {}  # id: OptimizerHistory
         # optimizer: at how many steps each gradient was 0, and the last one at which not
         self.zeros = WeakKeyDictionary()
         # modules and optimizers of the last steps: they live until the end of the script
@@ -50,7 +50,7 @@ class Still(Events):
         self.leaf = ""  # where backward() was called of a tensor without a graph
         self.elsewhere = []  # for each of the first backward passes: where it ends if at no weight
         self.seen = 0  # optimizers
-        self.anew = RecreatedParameters(self.recorder, self.names)
+        self.recreated = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
 
     def before_step(self, optimizer, losses, norm, moved):
@@ -58,18 +58,18 @@ class Still(Events):
         seen = self.optimizers.get(id(optimizer))
         step = seen.steps if seen else 0
         self.zeros[optimizer] = (zeros + 1, live) if moved and norm == 0 else (zeros, step)
-        if not seen and self.seen < FIRST:
+        if not seen and self.seen < MAX_OPTIMIZERS:
             for p in params_of(optimizer):  # one step of LBFGS may be all that they take
-                if p not in self.begun:
-                    self.begun[p] = self._norms(p)
+                if p not in self.norms_before:
+                    self.norms_before[p] = self._norms(p)
 
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
         seen = self.optimizers.get(id(optimizer))
         if not seen or seen.alive() is not optimizer:
-            seen = self.optimizers[id(optimizer)] = Followed(optimizer, self.names)
+            seen = self.optimizers[id(optimizer)] = OptimizerHistory(optimizer, self.names)
             self.seen += 1
-            seen.closely = self.seen <= FIRST
+            seen.is_followed_closely = self.seen <= MAX_OPTIMIZERS
         seen.zeros, seen.live = self.zeros.get(optimizer, (0, -1))
 
         step = seen.steps
@@ -79,14 +79,14 @@ class Still(Events):
         for call in self.recorder.calls:
             if call.grad and isinstance(call.function, nn.Module):
                 self.called[call.function] = now
-        if now % LATELY == 0:
-            self.called = {m: at for m, at in self.called.items() if at > now - LATELY}
+        if now % RECENT_STEPS == 0:
+            self.called = {m: at for m, at in self.called.items() if at > now - RECENT_STEPS}
 
-        seen.fed = seen.fed or bool(moved_by(optimizer))
+        seen.had_gradient = seen.had_gradient or bool(moved_by(optimizer))
         self._note_groups(seen, optimizer)
         if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             self._read(optimizer, seen)
-        if seen.closely:
+        if seen.is_followed_closely:
             self._look_closely(seen, step)
 
     def _note_groups(self, seen, optimizer):
@@ -103,8 +103,8 @@ class Still(Events):
             self._find_idle()
         if self.recorder.hooks.world > 1:
             return
-        if step >= READ - 1 and not seen.looked and self.recorder.whole:
-            seen.looked = True
+        if step >= READ - 1 and not seen.was_repeated and self.recorder.is_complete:
+            seen.was_repeated = True
             self._cut_off(seen)
         if step == READ + 1:
             self._zero(seen)
@@ -115,9 +115,9 @@ class Still(Events):
         """Before a backward pass."""
         if all(t.is_leaf for t in losses):
             self.leaf = f"at {line_now()} backward() begins at a new tensor, which has no graph"
-        elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < LOSSES:
+        elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < MAX_LOSSES:
             self.elsewhere.append(self._no_weight(leaves(losses)))
-        for p in self.anew.look(losses, self.weights):
+        for p in self.recreated.before_backward(losses, self.weights):
             why = "no module lists them (an object that is no nn.Module holds them?)"
             self.weights.add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
 
@@ -166,13 +166,13 @@ class Still(Events):
                 w = self.weights.of(p)
                 w.shared |= w.optimizer not in (None, seen)
                 w.optimizer, w.rate = seen, group.get("lr", 1.0)
-                w.begun = self.begun.get(p, [])
+                w.norm_before = self.norms_before.get(p, [])
                 if p.grad is not None and p.is_floating_point():
                     w.sample(optimizer, group)
 
         if seen:
             mine = [w for w in self.weights.values() if w.optimizer is seen]
-            seen.strays = sum(not w.module and w.starved for w in mine)
+            seen.orphans = sum(not w.module and w.never_had_gradient for w in mine)
         for p, w in self.weights.items():
             if w.optimizer in (None, seen) and p.is_floating_point():
                 w.norms += self._norms(p)
@@ -181,7 +181,7 @@ class Still(Events):
                 else:
                     w.grads += self.deferred.norms([p.grad])
                 w.steps.append(self.recorder.steps)
-                w.trains |= bool(w.module and w.module() and w.module().training)
+                w.read_in_train_mode |= bool(w.module and w.module() and w.module().training)
 
     def _norms(self, p):
         data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
@@ -190,7 +190,9 @@ class Still(Events):
     def _cut_off(self, seen):
         """Find out whether the loss depends on weights that get no gradient."""
         mine = [w for w in self.weights.values() if w.optimizer is seen and w.module]
-        cut = [w for w in mine if w.starved or not seen.fed]  # another backward may have fed them
+        cut = [
+            w for w in mine if w.never_had_gradient or not seen.had_gradient
+        ]  # another backward may have given them one
         cut = [w for w in cut if w.p.requires_grad and w.p.is_floating_point()]
         if not cut:
             return
@@ -238,7 +240,11 @@ class Still(Events):
     def _zero(self, seen, lately=False):
         """Find out where a gradient becomes 0 that was so at each read; or lately, if those of the
         first layers are."""
-        mine = [w for w in self.weights.values() if w.optimizer is seen and w.module and w.fed_zero]
+        mine = [
+            w
+            for w in self.weights.values()
+            if w.optimizer is seen and w.module and w.gradient_always_present
+        ]
         reads = -READ if lately else 0
         total = self.deferred.to_host(sum(w.grads[reads:]) for w in mine)
         dead = [w for w, norm in zip(mine, total, strict=True) if norm == 0]

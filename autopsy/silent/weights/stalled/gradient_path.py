@@ -46,12 +46,12 @@ class RecreatedParameters:
         self.recorder, self.names = recorder, names
         self.found = {}  # step, READ or the next one: {weight: shape}
 
-    def look(self, losses, held):
+    def before_backward(self, losses, held):
         """Before a backward pass of these losses. It returns those that are the same as before."""
         step = self.recorder.steps
         if step not in (READ, READ + 1) or step in self.found or not self.names.roots:
             return []
-        if not self.recorder.whole:
+        if not self.recorder.is_complete:
             return []  # what calls were given is not known
         known = {p for root in self.names.roots for p in root.parameters()} | {*held}
         if any(hasattr(p, "full_tensor") for p in known):

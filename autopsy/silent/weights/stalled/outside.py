@@ -12,9 +12,9 @@ from .weight_history import READ, names_of
 class Outside:
     """Sentences about the weights that live at the end of a script."""
 
-    def __init__(self, living, still):
-        self.living, self.names = living, still.names
-        self.optimizers, self.passes = [*still.optimizers.values()], still.passes
+    def __init__(self, living, stalled):
+        self.living, self.names = living, stalled.names
+        self.optimizers, self.passes = [*stalled.optimizers.values()], stalled.passes
 
     def sentences(self):
         yield from self._idle()
@@ -26,9 +26,11 @@ class Outside:
 
     def _idle(self):
         """Optimizers that make no step, though their weights get gradients."""
-        idle = [w for w in self.living if not w.optimizer and w.fed and w.stands]
+        idle = [
+            w for w in self.living if not w.optimizer and w.always_had_gradient and w.never_changed
+        ]
         none = not self.optimizers and not any(w.idle for w in self.living)
-        if idle and none and all(w.trains for w in idle):
+        if idle and none and all(w.read_in_train_mode for w in idle):
             yield (
                 f"{self._names(idle)} got gradients in {self.passes} backward passes and "
                 "never changed: an update without an optimizer has to be in place (p -= ...)"
@@ -41,59 +43,81 @@ class Outside:
             )
 
     def _in_no_optimizer(self):
-        """Weights that get gradients and never change."""
-        held = [w for w in self.living if w.optimizer and w.learnt]
+        """Weights that get gradients, are in no optimizer and never change."""
+        held = [w for w in self.living if w.optimizer and w.had_nonzero_gradient]
         trained = [w for w in held if w.module]
         if not trained:
             return
         largest = max((w.p.numel() for w in held if not w.module), default=0)  # masters, perhaps
-        left = [
-            w
-            for w in self.living
-            if not (w.optimizer or w.idle) and (w.fed or w.fed_late) and w.stands
-            if w.p.numel() > largest
-            if w.trains
-        ]
-        before = self.living[: self.living.index(trained[0])]
-        early = [w for w in before if w in left and w.fed and not w.unlisted]
-        followed = [seen for seen in self.optimizers if seen.steps > READ]
-        lost = [seen for seen in followed if seen.strays]
-        empty = [seen for seen in followed if seen.empty]
-        shared = [w for w in self.living if w.shared]
-        kinds = {w.p.shape for w in early}
-        off = [w for w in self.living if w.optimizer and not w.p.requires_grad and w.starved]
-        off = [w for w in off if w.p.shape in kinds and w.p.dim() > 1]
-        inner = {w.p for w in trained}
-        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
-        on_purpose = any(w.module() not in parents for w in early)  # the first modules
-        if on_purpose and not (lost or shared or off or empty):
-            left = [w for w in left if w not in early]
-        for unlisted, late in sorted({(w.unlisted, w.fed_late) for w in left}, reverse=True):
-            some = [w for w in left if (w.unlisted, w.fed_late) == (unlisted, late)]
+        left = [w for w in self.living if self._is_left_out(w) and w.p.numel() > largest]
+        early = self._first_layers(left, trained)
+        slip = self._slip_of_an_optimizer(early)
+        if not slip and self._are_other_modules(early, trained):
+            left = [w for w in left if w not in early]  # frozen on purpose
+        groups = {}
+        for w in left:
+            groups.setdefault((w.unlisted, w.got_gradient_late), []).append(w)
+        for (unlisted, late), some in sorted(groups.items(), reverse=True):
             why = "add them, or requires_grad_(False) if they are not meant to train"
             if late:
                 why = "were they unfrozen after it was built? add_param_group()"
             elif unlisted:
                 why = unlisted
-            elif lost:
-                why = f"{lost[0].name} holds {lost[0].strays} tensors that no module holds: "
-                why += "build it after the model is complete"
-            elif shared:
-                why = f"two optimizers hold {self._names(shared)} instead, the "
-                why += f"second is {shared[0].optimizer.made}"
-            elif empty:
-                why = f"a parameter group of {empty[0].name} is empty (a generator like "
-                why += "parameters() is used up after one pass: list() it)"
+            elif slip:
+                why = slip
             elif twin := self._trained_twin(some, trained):
                 why = f"another {twin} is trained: if these are its target, copy its weights now "
                 why += "and then (load_state_dict), and compute it under no_grad"
-            elif off:
-                why = f"{off[0].optimizer.name} holds {self._names(off)} instead, "
-                why += "whose requires_grad is False"
             yield (
                 f"{self._names(some)} got gradients at every step read{' of late' * late}, are in "
                 f"no optimizer and never changed: {why}"
             )
+
+    @staticmethod
+    def _is_left_out(w):
+        has_gradient = w.always_had_gradient or w.got_gradient_late
+        outside = not (w.optimizer or w.idle)
+        return outside and has_gradient and w.never_changed and w.read_in_train_mode
+
+    def _first_layers(self, left, trained):
+        """Those before the first one that trains."""
+        before = self.living[: self.living.index(trained[0])]
+        return [w for w in before if w in left and w.always_had_gradient and not w.unlisted]
+
+    def _are_other_modules(self, early, trained):
+        """Whether these weights are in modules that hold nothing that trains."""
+        inner = {w.p for w in trained}
+        parents = [m for m in self.names.modules() if not inner.isdisjoint(m.parameters())]
+        return any(w.module() not in parents for w in early)
+
+    def _slip_of_an_optimizer(self, early):
+        """What shows that an optimizer was meant to hold these weights; or ""."""
+        for seen in self.optimizers:
+            if seen.steps > READ and seen.orphans:
+                return (
+                    f"{seen.name} holds {seen.orphans} tensors that no module holds: build it "
+                    "after the model is complete"
+                )
+        if shared := [w for w in self.living if w.shared]:
+            return (
+                f"two optimizers hold {self._names(shared)} instead, the second is "
+                f"{shared[0].optimizer.made}"
+            )
+        for seen in self.optimizers:
+            if seen.steps > READ and seen.empty:
+                return (
+                    f"a parameter group of {seen.name} is empty (a generator like parameters() is "
+                    "used up after one pass: list() it)"
+                )
+        shapes = {w.p.shape for w in early}
+        frozen = [w for w in self.living if w.optimizer and not w.p.requires_grad]
+        frozen = [w for w in frozen if w.never_had_gradient]
+        if frozen := [w for w in frozen if w.p.shape in shapes and w.p.dim() > 1]:
+            return (
+                f"{frozen[0].optimizer.name} holds {self._names(frozen)} instead, whose "
+                "requires_grad is False"
+            )
+        return ""
 
     def _trained_twin(self, weights, trained):
         """The class of two networks: these weights are one, and the other trains. Or ""."""
@@ -114,13 +138,13 @@ class Outside:
                 kinds.setdefault(kind, []).append(w)
         frozen = []
         for several in kinds.values():
-            trained = [w for w in several if w.p.requires_grad and w.learnt]
+            trained = [w for w in several if w.p.requires_grad and w.had_nonzero_gradient]
             off = [w for w in several if w not in trained]
             alone = len(off) == 1 and not off[0].p.requires_grad
             if alone and several[0] in trained and several[-1] in trained:
                 off = [w for w in off if not is_target(self.names.of(w.p))]
                 off = [w for w in off if not self._in_frozen_part(w)]
-                frozen += [w for w in off if w.starved and w.stands]
+                frozen += [w for w in off if w.never_had_gradient and w.never_changed]
         if frozen:
             yield (
                 f"{self._names(frozen)}: requires_grad is False, and all others like them, before "

@@ -31,62 +31,68 @@ DENSE = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 class Reasons:
     """Sentences about the weights of all optimizers and modules."""
 
-    def __init__(self, still):
-        self.still, self.names = still, still.names
+    def __init__(self, stalled):
+        self.stalled, self.names = stalled, stalled.names
         self.living = []  # weights
 
     def sentences(self):
         """All sentences. Here the host waits for the device for the first time."""
-        if len({w.optimizer for w in self.still.weights.values()}) > 1:
+        if len({w.optimizer for w in self.stalled.weights.values()}) > 1:
             gc.collect()  # what the script has let go is no fault, also in a cycle
-        weights = self.living = [w for w in self.still.weights.values() if w.p is not None]
+        weights = self.living = [w for w in self.stalled.weights.values() if w.p is not None]
         for w in weights:
-            w.norms = self.still.deferred.to_host(w.norms)
-            w.begun = self.still.deferred.to_host(w.begun)
-            numbers = iter(self.still.deferred.to_host(g for g in w.grads if g is not None))
+            w.norms = self.stalled.deferred.to_host(w.norms)
+            w.norm_before = self.stalled.deferred.to_host(w.norm_before)
+            numbers = iter(self.stalled.deferred.to_host(g for g in w.grads if g is not None))
             w.grads = [None if g is None else next(numbers) for g in w.grads]
-        if shapes := self.still.anew.shapes:
+        if shapes := self.stalled.recreated.shapes:
             yield (
                 f"a forward makes weights of the shapes {few(shapes, 4)} anew at each step, and no "
                 "optimizer holds them: make them once, in __init__()"
             )
-        for seen in self.still.optimizers.values():
+        for seen in self.stalled.optimizers.values():
             if seen.steps >= READ:
                 yield from self._of(seen, [w for w in weights if w.optimizer is seen])
         for without, why in CUTS.items():
-            cut = [w for w in self.still.cut if w.starved and w.stands and w.without == without]
+            cut = [
+                w
+                for w in self.stalled.cut
+                if w.never_had_gradient and w.never_changed and w.without == without
+            ]
             # what is in eval() is not to be trained
-            cut = [w for w in cut if not without or (w.trains and not w.frozen)]
+            cut = [w for w in cut if not without or (w.read_in_train_mode and not w.frozen)]
             cut = [w for w in cut if not is_target(self.names.of(w.p))]
             if cut:
                 yield (
                     f"no gradient has reached {self._names(cut)}, though an optimizer holds them "
                     f"and the loss depends on them: {(not without and cut[0].end) or why}"
                 )
-        yield from Outside(self.living, self.still).sentences()
+        yield from Outside(self.living, self.stalled).sentences()
 
     def _names(self, weights):
         return names_of(weights, self.names)
 
     def _of(self, seen, mine):
         """Sentences about one optimizer."""
-        if not seen.fed and not all(w.shared for w in mine):
-            yield self._never_fed(seen, mine)
-        fed = [w for w in mine if w.fed and not w.masters and float(w.rate)]
-        still = [w for w in fed if w.stands]
-        yield from self._rounded(fed, still)
-        yield from self._slow(seen, fed, still)
+        if not seen.had_gradient and not all(w.shared for w in mine):
+            yield self._without_gradient(seen, mine)
+        with_gradient = [
+            w for w in mine if w.always_had_gradient and not w.may_have_masters and float(w.rate)
+        ]
+        unchanged = [w for w in with_gradient if w.never_changed]
+        yield from self._rounded(with_gradient, unchanged)
+        yield from self._slow(seen, with_gradient, unchanged)
         yield from self._dead_since(seen, mine)
         yield from self._dead(mine)
 
-    def _never_fed(self, seen, mine):
+    def _without_gradient(self, seen, mine):
         why = "no backward pass has reached them"
         if self.names.roots:
             why = "it holds other tensors than the modules that were called (was it built "
             why += "before the model was copied, moved or replaced?)"
         if not any(w.p.requires_grad for w in mine):
             why = "requires_grad is False for each"
-        elif end := self.still.leads_nowhere or seen.end:
+        elif end := self.stalled.leads_nowhere or seen.end:
             why = end
         elif any(w.module for w in mine):
             why = "is zero_grad() called between backward() and step()?"
@@ -95,12 +101,12 @@ class Reasons:
             f"had a gradient in any: {why}"
         )
 
-    def _rounded(self, fed, still):
-        """Weights that stand still though they have gradients, or most of their numbers do."""
-        for dtype in dict.fromkeys(w.p.dtype for w in still):
-            some = [w for w in still if w.p.dtype == dtype]
-            # In fp32 one may stand still: the gradient of a bias before BatchNorm is mere rounding.
-            if dtype in HALF or len(still) == len(fed):
+    def _rounded(self, with_gradient, unchanged):
+        """Weights that do not change though they have gradients, or most of their numbers do."""
+        for dtype in dict.fromkeys(w.p.dtype for w in unchanged):
+            some = [w for w in unchanged if w.p.dtype == dtype]
+            # In fp32 one may not change: the gradient of a bias before BatchNorm is mere rounding.
+            if dtype in HALF or len(unchanged) == len(with_gradient):
                 rates = few(sorted({f"{float(w.rate):g}" for w in some}), 4)
                 tensors = "tensor" if len(some) == 1 else "tensors"
                 yield (
@@ -108,9 +114,13 @@ class Reasons:
                     f"every step read and never changed: {self._names(some)} (lr {rates})"
                     + _rounding(some, dtype)
                 )
-        partly = [w for w in fed if w.p.dtype in HALF and w not in still and w.lost() > 0.5]
+        partly = [
+            w
+            for w in with_gradient
+            if w.p.dtype in HALF and w not in unchanged and w.rounded_away() > 0.5
+        ]
         if partly:
-            share = few([f"{w.lost():.0%}" for w in partly], 4)
+            share = few([f"{w.rounded_away():.0%}" for w in partly], 4)
             yield (
                 f"most numbers of {self._names(partly)} have not moved since the first step "
                 f"({share} of a sample)" + _rounding(partly, partly[0].p.dtype)
@@ -119,10 +129,10 @@ class Reasons:
     def _dead_since(self, seen, mine):
         """Gradients that have become 0."""
         dead, since, end = seen.dead or ((), 0, "")
-        if not any(w.learnt for w in dead) or any(w.grads[-1] for w in dead):
+        if not any(w.had_nonzero_gradient for w in dead) or any(w.grads[-1] for w in dead):
             return
         becomes = f": it becomes 0 {end}" if end else ""
-        whole = len(dead) == len([w for w in mine if w.fed_zero])
+        whole = len(dead) == len([w for w in mine if w.gradient_always_present])
         if whole and seen.live < since:
             yield (
                 f"each gradient of {seen.name} is exactly 0 since step {seen.live + 1} of "
@@ -139,30 +149,30 @@ class Reasons:
                 f"step {since} of {seen.steps}, though the loss is not{becomes}"
             )
 
-    def _slow(self, seen, fed, still):
+    def _slow(self, seen, with_gradient, unchanged):
         """Whether all weights have stopped, because the rate is too small."""
-        late = [w for w in fed if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
+        late = [w for w in with_gradient if len(w.norms) > READ and len(set(w.norms[-READ:])) == 1]
         late = [w for w in late if float(w.rate) < FALLEN * seen.highest]  # else it has converged
         since = max((w.steps[-READ] for w in late), default=0)
         often = ""
-        if not late and all(float(w.rate) < TINY * seen.highest for w in fed):
-            late = [w for w in fed if abs(w.norms[-1] - w.norms[-2]) < TINY * w.norms[-1]]
+        if not late and all(float(w.rate) < TINY * seen.highest for w in with_gradient):
+            late = [w for w in with_gradient if abs(w.norms[-1] - w.norms[-2]) < TINY * w.norms[-1]]
             since = max((w.steps[-2] for w in late), default=0)
             often = " (is the scheduler called once a batch, and not once an epoch?)"
-        if fed and len(late) == len(fed) and not still:
+        if with_gradient and len(late) == len(with_gradient) and not unchanged:
+            rate = float(with_gradient[0].rate)
             yield (
                 f"no weight of {seen.name} has moved since step {since} of {seen.steps} at the "
-                f"latest: its lr has fallen from {seen.highest:.2g} to {float(fed[0].rate):.2g}"
-                + often
+                f"latest: its lr has fallen from {seen.highest:.2g} to {rate:.2g}{often}"
             )
 
     def _dead(self, mine):
         """Whole layers whose gradient is exactly 0, if no layer of the same shape has another one:
         an expert that no token chose is no fault. In a module of the script's own, one such tensor
         may be unused on purpose."""
-        alive = {w.p.shape for w in mine if w.learnt}
+        alive = {w.p.shape for w in mine if w.had_nonzero_gradient}
         read = [w for w in mine if w.module and len(w.grads) > READ]
-        dead = [w for w in read if not w.learnt and not w.starved]
+        dead = [w for w in read if not w.had_nonzero_gradient and not w.never_had_gradient]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
         if alive:
             owners = Counter(w.module() for w in whole)
@@ -180,10 +190,10 @@ class Reasons:
 
 
 def _rounding(weights, dtype):
-    """Say in numbers why they stand still, if a sample shows it."""
-    if not (shown := [w for w in weights if w.lost() > 0.5]):
+    """Say in numbers why they do not change, if a sample shows it."""
+    if not (shown := [w for w in weights if w.rounded_away() > 0.5]):
         return ""
-    size = median(shown[0].now.abs().double().tolist())
+    size = median(shown[0].last.abs().double().tolist())
     update = float(shown[0].update.abs().max())
     half = torch.finfo(dtype).eps * 2.0 ** floor(log2(size)) / 2 if size else 0.0
     cure = "is the lr too low, or the gradient clipped to almost nothing?"

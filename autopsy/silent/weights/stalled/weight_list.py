@@ -15,7 +15,7 @@ from ....step import attributes_of
 from ...shared.graph_ends import leaves
 from .weight_history import WeightHistory
 
-FEW = 8  # operations
+MAX_OPERATIONS = 8  # between such a tensor and its parameter
 
 
 class WeightList(WeakIdKeyDictionary):
@@ -62,7 +62,7 @@ class WeightList(WeakIdKeyDictionary):
         for path, module in root.named_modules():
             for name, value in attributes_of(module).items():
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    for p in leaves([value], FEW):
+                    for p in leaves([value], MAX_OPERATIONS):
                         why = "what their module holds was made of an nn.Parameter, and is none: "
                         why += "make nn.Parameter the last step"
                         self.add(p, f"{path}.{name}".lstrip("."), module, why)
