@@ -24,7 +24,7 @@ class Follower(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         with no_evidence, torch._C.DisableTorchFunction():
-            self.look(func, getattr(func, "__name__", ""), args, kwargs, out)
+            self.function_called(func, getattr(func, "__name__", ""), args, kwargs, out)
         return out
 
 
