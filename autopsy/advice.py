@@ -236,6 +236,10 @@ SUBTRACT = (
     "exp beyond 88 is inf: subtract the maximum before it, as softmax and logsumexp do: {} (it was "
     "compared with the step in float64)"
 )
+UNDERFLOWN_SUM = (
+    "log of a sum of exp(x) that is 0, because exp below -104 is 0: torch.logsumexp(x, dim), which "
+    "subtracts the maximum first"
+)
 UNDERFLOW = (
     "the divisor is 0 in places and as small as {:.3g} elsewhere, where an eps of 1e-6 would "
     "replace it: if a product of many factors or an exp has underflowed, take logarithms, shorter "

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from .advice import SUBTRACT, WEAK, Advice, Verdict, cure_of
+from .advice import SUBTRACT, UNDERFLOWN_SUM, WEAK, Advice, Verdict, cure_of
 from .facts import Cure, Outcome, Trial, Where
 from .frames import line_now
 from .locator import Locator
@@ -37,6 +37,7 @@ class Change(NamedTuple):
     advice: str | Callable = ""  # what to do if it helps; "": as WEAK says of the operation
     where: str = ""  # the lines
     needs_proof: bool = False  # it counts only where it is shown to be the same step
+    needs_place: bool = False  # it counts only where there is such an operation
 
 
 def first_cure(rerun, report):
@@ -52,7 +53,8 @@ def first_cure(rerun, report):
             cured = _outcome(rerun)
             exact = exact or _in_float64(rerun)
             trial = compared(trial, cured, exact)
-        if change.needs_proof and trial.same_step is None:
+        unproven = change.needs_proof and trial.same_step is None
+        if unproven or (change.needs_place and trial.outcome is Outcome.UNSEEN):
             continue  # there is no such sum, or nothing shows that this is the same step
         report = replace(report, tried=(*report.tried, trial))
         if trial.helps:
@@ -89,6 +91,9 @@ def _cures(rerun, report):
         cure = Cure(Where.EPS, weak)
         for code, kind in STABLE.items() if weak == "exp" else ():
             yield Change(code, kind([line], weak), cure, SUBTRACT.format(code), line, True)
+        if weak == "log":
+            anywhere = LogSumExp((), weak, of=line)
+            yield Change(LOG_SUM_EXP, anywhere, cure, UNDERFLOWN_SUM, line, needs_place=True)
         where, context = _lines(rerun, line, weak)
         yield Change(cure_of(report).code, context, cure, where=where)
     if not precision:
@@ -153,20 +158,25 @@ def compared(trial, cured, exact):
     return trial._replace(same_step=same, compared=about)
 
 
-class LogSumExp(AtLines):
-    """log(exp(x).sum(dim)) is torch.logsumexp(x, dim), where the exp is at one of these lines."""
+LOG_SUM_EXP = "torch.logsumexp(x, dim) for the logarithm of the sum of exp(x)"
 
-    def __init__(self, lines, weak):
+
+class LogSumExp(AtLines):
+    """log(exp(x).sum(dim)) is torch.logsumexp(x, dim), where the exp is at one of these lines, or
+    at any, if there are none. of: the line of the logarithm; None: any."""
+
+    def __init__(self, lines, weak, of=None):
         super().__init__(lines, weak)
+        self.of = of
         self.known = []  # (result, x, what was done: "" or the dim of a sum)
 
     def _perform(self, func, args, kwargs):
         held = next((entry for entry in self.known if args and args[0] is entry[0]), None)
-        if held and self.name == "log" and held[2]:
+        if held and self.name == "log" and held[2] and self.of in (None, line_now()):
             self.hits += 1
             return torch.logsumexp(held[1], **held[2])
         out = func(*args, **kwargs)
-        if self.name == "exp" and line_now() in self.lines:
+        if self.name == "exp" and (not self.lines or line_now() in self.lines):
             self.known.append((out, args[0], {}))
         elif held and self.name == "sum":
             dims = dict(zip(("dim", "keepdim"), args[1:], strict=False)) | kwargs
@@ -185,7 +195,7 @@ class Subtract(AtLines):
 STABLE = {  # of an exp that is too large: the same step, written otherwise
     "exp(x - x.amax(-1, keepdim=True))": partial(Subtract, -1),
     "exp(x - x.amax(0, keepdim=True))": partial(Subtract, 0),
-    "torch.logsumexp(x, dim) for the logarithm of the sum of exp(x)": LogSumExp,
+    LOG_SUM_EXP: LogSumExp,
 }
 
 

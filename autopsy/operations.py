@@ -319,8 +319,9 @@ def in_wider_types(call):
 def origin_of_zero(func, spans):
     """Which function has made the 0 that this one divides by, or takes the logarithm of, and on
     which line ("relu at model.py:57 in forward"), if the graph shows it; or "". In anomaly mode."""
-    if str(func) not in DIVIDES or not spans or 0 not in spans[-1][1]:
-        return ""
+    is_division = str(func) == "aten.div.Tensor"
+    if str(func) not in DIVIDES or len(spans) != 1 + is_division or 0 not in spans[-1][1]:
+        return ""  # or it divides by a number
     node = spans[-1][0].grad_fn
     while node and node.name() in KEEPS_ZERO:
         node = node.next_functions[0][0]

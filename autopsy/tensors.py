@@ -256,9 +256,15 @@ def batch_size_of(tensors):
     """Most tensors have the batch first, or after time; 0: there are none."""
     # of two dimensions of real numbers the second is no time, but columns
     shaped = [t for t in tensors if not has_no_shape(t)]
+    if len(shaped) > 1:  # a graph's adjacency has no samples
+        shaped = [t for t in shaped if not _is_square(t)] or shaped
     heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in shaped]
     counts = Counter(n for head in heads for n in dict.fromkeys(head))
     return max(counts, key=counts.get, default=0)  # of equals the one that came first
+
+
+def _is_square(t):
+    return t.dim() == 2 and t.is_floating_point() and len(t) == t.shape[1]
 
 
 def exchange_dtype(tree, to, of, convert=None):

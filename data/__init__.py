@@ -190,27 +190,7 @@ def load(
         raise WrongArgument(f"--data-dir {folder} is not a folder")
     how = {"max_bad_share": max_bad_share, "progress": progress, "warn": warn, "say": say}
     if name == "imagefolder":
-        if not folder:
-            raise WrongArgument(
-                "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
-                "or with <class>/"
-            )
-        from . import decoded_cache, imagefolder  # for nobody else
-
-        if val_share is None and None in imagefolder.split_folders(Path(folder)):
-            val_share = 0.2
-        try:
-            loaded = imagefolder.load(
-                folder, image_size, val_share=val_share, cache_dir=cache_dir, **how
-            )
-        except imagefolder.WrongShare as error:
-            raise WrongArgument(error) from error
-        except decoded_cache.NoCache as error:
-            raise WrongArgument(
-                f"{error}. --cache-dir names another folder; --workers 2 decodes at every access, "
-                "without a cache"
-            ) from error
-        return Dataset(name, *loaded, scale=(0.35, 1.0), val_share=val_share)
+        return own_images(folder, image_size, val_share, cache_dir, how)
     if val_share is not None:
         raise WrongArgument("--val-share is for --dataset imagefolder")
     if name not in (None, "cifar10", "synthetic"):
@@ -241,6 +221,37 @@ def load(
             "  (if you have a copy, pass its folder as --data-dir; .cache has none)"
         )
         return Dataset("synthetic", *synthetic.load())
+
+
+def own_images(
+    folder: str | Path | None,
+    image_size: int | None,
+    val_share: float | None,
+    cache_dir: str | None,
+    how: dict[str, Any],
+) -> Dataset:
+    """The images of an image folder, as load() says. how: what is passed on."""
+    if not folder:
+        raise WrongArgument(
+            "--dataset imagefolder needs --data-dir: a folder with train/<class>/ and val/, "
+            "or with <class>/"
+        )
+    from . import decoded_cache, imagefolder  # for nobody else
+
+    if val_share is None and None in imagefolder.split_folders(Path(folder)):
+        val_share = 0.2
+    try:
+        loaded = imagefolder.load(
+            folder, image_size, val_share=val_share, cache_dir=cache_dir, **how
+        )
+    except imagefolder.WrongShare as error:
+        raise WrongArgument(error) from error
+    except decoded_cache.NoCache as error:
+        raise WrongArgument(
+            f"{error}. --cache-dir names another folder; --workers 2 decodes at every access, "
+            "without a cache"
+        ) from error
+    return Dataset("imagefolder", *loaded, scale=(0.35, 1.0), val_share=val_share)
 
 
 def writable(folder: str | Path, otherwise: str) -> str | Path:

@@ -160,6 +160,21 @@ def parse(
         allow_abbrev=False,
     )
     parser.error = lambda message: refuse(2, f"{message} (python train.py --help lists all flags)")
+    add_special(parser, models, datasets)
+    add_table(parser)
+    words = sys.argv[1:] if argv is None else argv
+    # --amp_opt_level O1 is --amp-opt-level O1; what stands behind a "=" is a value and stays
+    args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
+    args.betas = tuple(args.betas)
+    args.recipe = models[args.model][1] | (FINE_TUNE if args.init else {})
+    for name in ("weight_decay", "drop_path", "ema", "muon"):
+        if getattr(args, name) is None:
+            setattr(args, name, args.recipe[name])
+    return args
+
+
+def add_special(parser: argparse.ArgumentParser, models: dict, datasets: Sequence[str]):
+    """The flags that need more than a row of TABLE."""
     add = parser.add_argument
     precision = parser.add_mutually_exclusive_group()
     length = parser.add_mutually_exclusive_group()
@@ -201,6 +216,9 @@ def parse(
         help="torch.compile; auto: on one GPU, if the run is long enough to gain from it",
     )
     add("--no-compile", dest="compile", action="store_const", const="off")
+
+
+def add_table(parser: argparse.ArgumentParser):
     for title, rows in TABLE.items():
         group = parser.add_argument_group(title)
         for name, takes, default, text in rows:
@@ -211,12 +229,3 @@ def parse(
             else:
                 kind = {"type": takes}
             group.add_argument(name, default=default, help=text, **kind)
-    words = sys.argv[1:] if argv is None else argv
-    # --amp_opt_level O1 is --amp-opt-level O1; what stands behind a "=" is a value and stays
-    args = parser.parse_args([re.sub("^--[^=]+", dashed, word) for word in words])
-    args.betas = tuple(args.betas)
-    args.recipe = models[args.model][1] | (FINE_TUNE if args.init else {})
-    for name in ("weight_decay", "drop_path", "ema", "muon"):
-        if getattr(args, name) is None:
-            setattr(args, name, args.recipe[name])
-    return args

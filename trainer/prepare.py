@@ -161,14 +161,7 @@ def data(run: Run, local_rank: int) -> list[str]:
     size = args.image_size
     if run.start and args.dataset == "imagefolder":
         size = size or run.start["image_size"]
-    if args.dataset == "imagefolder" and args.data_dir and args.out_dir:
-        data_dir = args.data_dir.resolve()
-        if data_dir in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
-            refuse(
-                2,
-                f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
-                "writes would become data. Name a folder elsewhere",
-            )
+    refuse_output_in_data(args)
     decoding = functools.partial(tqdm, desc="decoding", leave=False, disable=hides_progress())
     with (
         refusing(OSError, ValueError, code=4),
@@ -189,12 +182,34 @@ def data(run: Run, local_rank: int) -> list[str]:
     args.dataset, args.val_share = run.data.name, run.data.val_share
     if run.start:
         run.data.mean, run.data.std = run.start["mean"], run.start["std"]
-        if len(run.data.mean) != run.data.channels:
+    refuse_other_data(run)
+    run.accum = args.accum_steps
+    plan.choose_batch(run)
+    run.data.place(run.device)
+    make_stream(run)
+    return left_out
+
+
+def refuse_output_in_data(args):
+    if args.dataset == "imagefolder" and args.data_dir and args.out_dir:
+        data_dir = args.data_dir.resolve()
+        if data_dir in (args.out_dir.resolve(), *args.out_dir.resolve().parents):
             refuse(
                 2,
-                f"--init {args.init} is for images of {len(run.data.mean)} channels, and "
-                f"{run.data.name} has {run.data.channels}",
+                f"--out-dir {args.out_dir} lies in --data-dir {args.data_dir}: what the run "
+                "writes would become data. Name a folder elsewhere",
             )
+
+
+def refuse_other_data(run: Run):
+    """Refuse data that do not fit --init or --num-classes."""
+    args = run.args
+    if run.start and len(run.data.mean) != run.data.channels:
+        refuse(
+            2,
+            f"--init {args.init} is for images of {len(run.data.mean)} channels, and "
+            f"{run.data.name} has {run.data.channels}",
+        )
     outputs = len(run.data.classes)
     if args.num_classes not in (None, outputs):
         refuse(
@@ -202,10 +217,10 @@ def data(run: Run, local_rank: int) -> list[str]:
             f"--num-classes {args.num_classes}, but {run.data.name} has {outputs} classes: "
             "leave the flag out",
         )
-    run.accum = args.accum_steps
-    recipe = args.recipe
-    plan.choose_batch(run)
-    run.data.place(run.device)
+
+
+def make_stream(run: Run):
+    args, recipe = run.args, run.args.recipe
     with refusing(ValueError):
         run.stream = batches.TrainBatches(
             *run.data.train,
@@ -223,7 +238,6 @@ def data(run: Run, local_rank: int) -> list[str]:
         )
         # For the trials of a step: how many of these there are is known only after them.
         run.stream.start_small(1 if recipe["small"] else 0)
-    return left_out
 
 
 def network(run: Run, weights: Weights | None) -> str:

@@ -56,7 +56,8 @@ def of_functions(trace, nodes):
         value = type_of(made.out[0]) if value is None else f"{value:.4g}"
         yield f"{at} = {value}{times}{''.join(said)}"
         for name, t in zip(("input", "target"), made.given, strict=False):
-            yield f"  {name} {_origin(trace, t)}"
+            trains = ", and it has a gradient, too" * (name == "target" and t.requires_grad)
+            yield f"  {name} {_origin(trace, t)}{trains}"
         yield from _shifts(trace, made.given[-1])
         if ignored is not None and not made.given[1].is_floating_point():
             left_out = int((made.given[1] == ignored).sum())

@@ -7,8 +7,9 @@ of which a loss, or a comparison with whole numbers, was computed without gradie
 several calls that follow each other, with no backward pass between, or with the same batch again
 and again. Told is also one that is evaluated so because train() came right after eval().
 No word where train() alone was called before, where a copy is evaluated in eval mode, or such calls
-come before each step (to choose samples, or how far it goes), of a script that speaks of drawing in
-an evaluation (MC dropout), nor of one whose modules work alike in both modes.
+come before each step (to choose samples, or how far it goes; not where the script calls train()
+again and again, which only eval() gives a reason for), of a script that speaks of drawing in an
+evaluation (MC dropout), nor of one whose modules work alike in both modes.
 """
 
 import re
@@ -60,6 +61,7 @@ class NeverEval(FirstFunctions):
         self.given = None  # a few numbers of what a network was given last, on their device
         self.copies = set()  # shapes of those that do not train, and are evaluated in eval mode
         self.in_eval = WeakSet()  # modules that were not called since their eval()
+        self.train_calls = WeakKeyDictionary()  # module: how often train() was called of it
         # Since the last backward pass:
         self.asked = WeakSet()  # modules of which train() was called
         self.undone = WeakKeyDictionary()  # those where it came right after eval(): its line
@@ -70,6 +72,7 @@ class NeverEval(FirstFunctions):
     def switched(self, module, training):
         parts = {*module.modules()} & {*self.trained}
         if training:
+            self.train_calls[module] = self.train_calls.get(module, 0) + 1
             line = line_now()
             self.undone.update((part, line) for part in parts if part in self.in_eval)
             self.asked.update(parts)
@@ -136,7 +139,8 @@ class NeverEval(FirstFunctions):
         for module, seen in self.networks.items():
             parts = sorted({type(part).__name__ for part in module.modules() if differs(part)})
             name = type(module).__name__
-            if not (seen.line and parts) or PASSES * seen.rows > self.passes:
+            rare = PASSES * seen.rows <= self.passes or self.train_calls.get(module, 0) >= OFTEN
+            if not (seen.line and parts and rare):
                 continue
             if seen.because:
                 yield (

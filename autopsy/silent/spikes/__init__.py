@@ -106,7 +106,7 @@ class Spike(Events):
         rates = [rate for rate in rates if isinstance(rate, float | int)]  # not on a device
         raised = self._raised(past, max(rates, default=0.0))
         past.step = self.recorder.steps
-        self.changes.look(optimizer, past, moved)
+        self.changes.note(optimizer, past, moved)
         now, highest = (sum(losses), norm), past.highest
         if past.jump:
             self._after(past, now)

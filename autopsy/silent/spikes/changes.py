@@ -55,7 +55,7 @@ class Changes:
         """This line of the script writes into these weights."""
         self.written.append((line, {storage_of(p) for p in weights}))
 
-    def look(self, optimizer, past, moved):
+    def note(self, optimizer, past, moved):
         """Before a step of this optimizer, which moves so many weights. In one that is not recorded
         not all is seen: it says nothing of what came before the next one."""
         if not self.recorder.hooks.budget.recording:

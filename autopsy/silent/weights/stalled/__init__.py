@@ -164,7 +164,8 @@ class StalledWeights(Events):
         for group in optimizer.param_groups if optimizer else ():
             for p in group["params"]:
                 w = self.weights.of(p)
-                w.shared |= w.optimizer not in (None, seen)
+                if w.optimizer not in (None, seen):
+                    w.other_optimizer = w.optimizer
                 w.optimizer, w.rate = seen, group.get("lr", 1.0)
                 w.norm_before = self.norms_before.get(p, [])
                 if p.grad is not None and p.is_floating_point():

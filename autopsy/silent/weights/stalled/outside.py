@@ -98,11 +98,10 @@ class Outside:
                     f"{seen.name} holds {seen.orphans} tensors that no module holds: build it "
                     "after the model is complete"
                 )
-        if shared := [w for w in self.living if w.shared]:
-            return (
-                f"two optimizers hold {self._names(shared)} instead, the second is "
-                f"{shared[0].optimizer.made}"
-            )
+        if shared := [w for w in self.living if w.other_optimizer]:
+            holders = [shared[0].optimizer, shared[0].other_optimizer]
+            one, two = (seen.made for seen in self.optimizers if seen in holders)
+            return f"{one} and {two} both hold {self._names(shared)}"
         for seen in self.optimizers:
             if seen.steps > READ and seen.empty:
                 return (

@@ -44,7 +44,7 @@ class WeightHistory:
         self.module = None  # that holds it: a weak reference
         self.unlisted = ""  # why no parameters() lists it
         self.optimizer = None
-        self.shared = False  # by two optimizers
+        self.other_optimizer = None  # that holds it, too
         self.idle = ""  # the optimizer that holds it and has made no step
         self.without = ""  # what its forward ran in, in place of a graph
         self.frozen = False  # on purpose
