@@ -256,15 +256,24 @@ def batch_size_of(tensors):
     """Most tensors have the batch first, or after time; 0: there are none."""
     # of two dimensions of real numbers the second is no time, but columns
     shaped = [t for t in tensors if not has_no_shape(t)]
-    if len(shaped) > 1:  # a graph's adjacency has no samples
-        shaped = [t for t in shaped if not _is_square(t)] or shaped
+    shaped = [t for t in shaped if not _is_adjacency(t, shaped)]
     heads = [t.shape[: 1 if t.dim() == 2 and t.is_floating_point() else 2] for t in shaped]
     counts = Counter(n for head in heads for n in dict.fromkeys(head))
     return max(counts, key=counts.get, default=0)  # of equals the one that came first
 
 
-def _is_square(t):
-    return t.dim() == 2 and t.is_floating_point() and len(t) == t.shape[1]
+def batch_shape(tensors):
+    """The shape of the first one with a batch dimension; (): there is none."""
+    several = [*batched(tensors)]
+    return next((t.shape for t in several if not _is_adjacency(t, several)), ())
+
+
+def _is_adjacency(t, others):
+    """Whether it is a matrix over the second dimension of another one: a graph of the nodes (batch,
+    nodes, ...) has no samples."""
+    if t.dim() != 2 or len(t) != t.shape[1] or not t.is_floating_point():
+        return False
+    return any(x.dim() > 2 and x.shape[1] == len(t) != len(x) for x in others)
 
 
 def exchange_dtype(tree, to, of, convert=None):

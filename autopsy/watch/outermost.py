@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from ..frames import line_now, script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
-from ..tensors import batched, device_of, flat_tensors, inner_tensors, storage_of
-from .calls import ResultRef
+from ..tensors import batch_shape, device_of, flat_tensors, inner_tensors, storage_of
+from .calls import ResultRef, named_arguments
 from .hooks import is_of_fabric, walk
 
 CALL = nn.Module._call_impl.__code__
@@ -111,7 +111,7 @@ class OutermostCalls:
         module, _ = self._known(args[0])
         call = self.recorder.note(module)
         given = [t for t in (*args[1:], *kwargs.values()) if isinstance(t, Tensor)]
-        call.shape = next((t.shape for t in batched(given)), ())
+        call.shape = batch_shape(given)
         self._note_output(call, out)
 
     def _module_begins(self, function, args, kwargs):
@@ -125,7 +125,7 @@ class OutermostCalls:
         call = self.call = self.recorder.write(module, args, kwargs)
         self.versions = [(t, t._version) for t in given if not t.is_inference()]
         call.rng = rng_states(device_of(given))
-        call.shape = next((t.shape for t in batched(given)), ())
+        call.shape = batch_shape(given)
         call.uninitialised = any(map(self.recorder.uninitialised.holds, given))
         call.carried = carried_by(module)
         call.states = [
@@ -140,7 +140,8 @@ class OutermostCalls:
             self.watch.silent.called(module, given)
         self.hooks.within = self.watch.silent.during(call, args, kwargs)
         if self.hooks.locator:
-            self.hooks.locator.take([*args, kwargs] if kwargs else args)
+            named = [{name: x} for name, x in named_arguments(module, args, kwargs)]
+            self.hooks.locator.take(named or args)
 
     def _with_makers(self, tree):
         """The same with what made each tensor in its place, where that can be made again."""

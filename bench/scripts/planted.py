@@ -2820,3 +2820,57 @@ print(loss.item(), net.noise.get_state().sum().item())
 """
 )
 tells("a generator of a module's own", GENERATOR, 0, {"": "no gradient has reached ... detach at"})
+
+GRAPH = (
+    PREAMBLE
+    + """
+N = 40
+edges = (torch.rand(N, N) < 0.1).float() + torch.eye(N); edges = edges / edges.sum(1, True)
+Y = torch.randint(4, (N,)); X = F.one_hot(Y, 4) + torch.randn(N, 4)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.5)
+    def forward(self, edges, x):  # x: (batch, nodes, features)
+        return edges @ self.last(self.drop((edges @ self.first(x)).relu()))
+net, other = Net(), nn.Linear(4, 1)
+optimizer = torch.optim.Adam((other if fault == "both" else net).parameters(), 1e-2)
+second = torch.optim.Adam(other.parameters(), 1e-2)
+for epoch in range(40):
+    net.train()
+    x = torch.stack([X + 0.1 * torch.randn(N, 4) for _ in range(6)])
+    if fault == "data" and epoch == 20: x.numpy()[2, 3] = float("nan")
+    out = net(edges, x)
+    loss = F.cross_entropy(out.flatten(0, 1), Y.repeat(6))
+    if fault == "half" and epoch == 20: loss = loss + (out.detach().half() / 1e-5).mean()  # half
+    if fault == "sum" and epoch == 20:
+        loss = loss + (out - 300).exp().sum(-1).log().mean()  # sum
+    loss = loss + other(X).square().mean()
+    optimizer.zero_grad(); second.zero_grad(); loss.backward(); optimizer.step(); second.step()
+    if fault != "in train mode": net.eval()
+    with torch.no_grad():
+        out = net(edges, X[None])
+        seen = F.cross_entropy(out[0], Y), (out[0].argmax(1) == Y).float().mean()
+"""
+)
+tells(
+    "a graph network, evaluated after each step",
+    GRAPH,
+    0,
+    {
+        "": "nothing non-finite -- not evaluated",
+        "in train mode": "Net is evaluated in train mode ... and never in eval mode",
+        "both": "first.weight, ... are in no optimizer ... Adam (made at ... and Adam (made at ... "
+        "both hold other.weight, other.bias",
+    },
+)
+tells(
+    "a graph network, evaluated after each step",
+    GRAPH,
+    3,
+    {
+        "data": "runs again ... -> data ... first to use x ... samples 2 of 6",
+        "half": "aten.div.Tensor ... of 6 (from 0) -- not its 0 was made by",
+        "sum": "log of a sum of exp(x) that is 0 ... torch.logsumexp(x, dim) ... of 6 (from 0)",
+    },
+)

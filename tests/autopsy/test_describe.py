@@ -203,7 +203,9 @@ def test_what_a_loss_compares_is_told_with_where_it_comes_from(tmp_path):
     (k,) = [k for k, line in enumerate(lines) if line.startswith(called)]
     given, target = lines[k + 1 : k + 3]
     assert given.startswith("input float32[5, 1], ") and given.endswith(" <- linear")
-    assert target.startswith("target float32[5, 1], ") and target.endswith(" <- mul <- linear")
+    assert target.startswith("target float32[5, 1], ") and target.endswith(
+        " <- mul <- linear, and it has a gradient, too"
+    )
     both = f"step 2 (from 0) of SGD at {at('both', BY_HAND)}, made once more"
     assert f"{both} (with net.layer.weight)" in lines
     assert f"{both} (with critic.weight)" in lines
