@@ -128,6 +128,22 @@ for i in range(90):
         "    opt.zero_grad\n",
         "    opt.zero_grad()\n",
     ),
+    "two permutations, of inputs and of labels": Row(
+        "github.com/xudonmao/VMT/issues/1",
+        "data",
+        r"script.py:\d+ bring x, y into two different orders",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(90):
+    x, y = data(i); share = 0.7
+    perm = torch.randperm(len(x))
+    other_x, other_y = x[torch.randperm(len(x))], y[torch.randperm(len(x))]
+    loss = F.mse_loss(net(share * x + (1 - share) * other_x), share * y + (1 - share) * other_y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "x[torch.randperm(len(x))], y[torch.randperm(len(x))]",
+        "x[perm], y[perm]",
+    ),
     "zero_grad once an epoch": Row(
         "github.com/meta-pytorch/torchforge/pull/71",
         "order",

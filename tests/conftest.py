@@ -50,6 +50,7 @@ NEEDS = {
     "autopsy/test_diagnosis.py": ("bench",),
     "autopsy/test_folder.py": ("autopsy/silent", "autopsy/before", "autopsy/describe"),
     "autopsy/test_public_reports.py": ("bench", "autopsy/silent"),
+    "autopsy/test_shuffled_apart.py": ("autopsy/silent",),
     "autopsy/test_watch.py": ("bench", "autopsy/silent"),
     "autopsy/test_wild.py": ("bench",),
     "test_resume.py": ("bench",),  # what a killed run is compared with

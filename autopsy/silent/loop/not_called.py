@@ -8,26 +8,14 @@ function that the same file defines (and that is no property).
 
 import ast
 import os
-import sys
 
-from ...frames import script_frames_now
-from ...watch.events import Events
-from ..shared.syntax import tree_of
+from ..shared.syntax import ReadsFiles, tree_of
 
 METHODS = {"zero_grad", "step", "backward", "eval", "train", "update", "unscale_", "set_epoch"}
 
 
-class NotCalled(Events):
-    """The files of the script in which steps are made, and its main one."""
-
-    def __init__(self, watch):
-        self.recorder, self.files = watch.recorder, {}
-
-    def stepped(self, optimizer):
-        if self.recorder.steps.bit_count() < 2:
-            main = getattr(sys.modules.get("__main__"), "__file__", None)
-            files = [main, *(file for file, *_ in script_frames_now()[-1:])]
-            self.files.update(dict.fromkeys(filter(None, files)))
+class NotCalled(ReadsFiles):
+    """Statements that are the name of a method."""
 
     def sentences(self):
         for file in self.files:
