@@ -4,7 +4,6 @@ Classes: which classes a classifier confuses, and the validation images that it 
 A mean accuracy of 90 % may be 99 % of one class and 0 % of another. So with each best.pt a line of
 metrics.jsonl holds the accuracy of each class and the confusion matrix, of which report.py draws
 confusion.png; worst.png shows the images with the highest loss: a wrong label is often among them.
-This file is wiring: validation.py calls it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,13 +108,12 @@ def setup(run: Run, train_step: Callable):
 
 
 def rescuer() -> Plain:
-    """What a run does about trouble: rescue/, if that folder is there."""
-    try:
-        from rescue import Rescue
-    except ImportError as error:
-        if error.name not in ("rescue", "autopsy"):
-            raise
+    """What a run does about trouble: rescue/, if that folder and autopsy/ are there."""
+    here = Path(__file__).parents[1]
+    if not all((here / wing / "__init__.py").is_file() for wing in ("rescue", "autopsy")):
         return Plain()
+    from rescue import Rescue
+
     return Rescue()
 
 

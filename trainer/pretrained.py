@@ -13,7 +13,7 @@ named. Three things go wrong in silence elsewhere, and not here:
 
 The head is fitted first, on the features of the loaded weights (Kumar et al., arXiv 2202.10054):
 gradients of a random head would spoil what was loaded. Then all learn, the loaded tensors at
-plan.SLOW times the rate. This file is wiring.
+plan.SLOW times the rate.
 """
 
 from __future__ import annotations

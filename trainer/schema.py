@@ -6,7 +6,7 @@ whole, not that it is ours. torch converts weights of another type without a wor
 a string breaks the night in which a cure adds to it; a NaN in the trend silences every comparison
 with it. So before a run takes anything over, `State` checks names and types, and `refuse_unsound`
 the bounds. Whether a state fits the network shows when it is loaded: `reading` makes a sentence of
-the error. This file is wiring.
+the error.
 """
 
 from __future__ import annotations

@@ -171,32 +171,45 @@ class Spike(Events):
             f"step {step}: the {('loss', 'gradient norm')[k]} jumped to {times[k]:.3g} times the "
             f"highest of the {PAST} steps before{numbers}"
         )
-        jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since, why=raised)
+        jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since)
         usual, most = median(past.rates), max(past.rates)
         if most > FASTER * usual > 0:
             before = f"in most of the {PAST} steps before"
             jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
-        rows = Rows()
-        of_norm = not times[0] > ROWS
-        sought = not of_norm or times[1] > STEEP
-        if self.recorder.hooks.world == 1 and sought and not raised:
-            self.tries += 1
-            rows = rows_of(self.recorder, times[of_norm], own, of_norm)
-            jump.whole = rows.whole
-            if rows.rare:
-                return
-        if past.born == step and past.unlike:
-            jump.why = jump.why or self.changes.sentence(past)
-        larger = self._whole() if times[k] > ALL else ""
-        if not (rows.labels and larger):  # else that says more
-            jump.why = jump.why or rows.text + rows.labels
-        if times[k] > ALL:
-            jump.why = jump.why or (not own and larger) or rows.alike
-            jump.why = jump.why or self.changes.sentence(past) or rows.term
+        rows = self._rows(times, raised, own)
+        if rows.rare:
+            return
+
+        jump.whole = rows.whole
+        explanations = self._explanations(past, rows, raised, own, is_large=times[k] > ALL)
+        jump.why = next(filter(None, explanations), "")
         faster = times[0] > (ALL if own else ROWS) and most > FASTER * usual
         if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
             self.jumps.append(jump)
             past.jump = jump
+
+    def _rows(self, times, raised, own):
+        """The rows that carry a jump, if they are looked for."""
+        of_norm = not times[0] > ROWS
+        sought = not of_norm or times[1] > STEEP
+        if self.recorder.hooks.world > 1 or not sought or raised:
+            return Rows()
+        self.tries += 1
+        return rows_of(self.recorder, times[of_norm], own, of_norm)
+
+    def _explanations(self, past, rows, raised, own, is_large):
+        """What may explain a jump, the most certain first; "" where that was not so."""
+        larger = self._whole() if is_large else ""
+        yield raised
+        if past.born == self.recorder.steps and past.unlike:
+            yield self.changes.sentence(past)
+        if not (rows.labels and larger):  # else that says more
+            yield rows.text + rows.labels
+        if is_large:
+            yield "" if own else larger
+            yield rows.alike
+            yield self.changes.sentence(past)
+            yield rows.term
 
     def _whole(self):
         """A sentence if the batch is larger than all that were read before."""
