@@ -31,8 +31,11 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.bn, self.ln = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LayerNorm(8)
-        self.scale, self.words = nn.Parameter(torch.full((1,), 0.7)), nn.Embedding(16, 8)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+        self.ln = nn.LayerNorm(8)
+        self.scale = nn.Parameter(torch.full((1,), 0.7))
+        self.words = nn.Embedding(16, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.register_buffer("table", torch.rand(8))
         self.fc = nn.Linear(8, 4)
@@ -43,8 +46,9 @@ class Net(nn.Module):
         x = self.ln(x + self.words(torch.arange(16, device=x.device)))
         k = F.linear(x, self.words.weight[:8])
         x = F.scaled_dot_product_attention(k * self.table, k, k)  # fp32 and half meet
-        x = self.attention(query=x, key=x.float(), value=x.float(), need_weights=False)[0]
-        return F.cross_entropy(self.fc(x.mean(1)).float(), labels)
+        x, _ = self.attention(query=x, key=x.float(), value=x.float(), need_weights=False)
+        logits = self.fc(x.mean(1))
+        return F.cross_entropy(logits.float(), labels)
 
 
 # --- choosing
@@ -58,13 +62,15 @@ def choose(name, caps, fault="", half_seconds=0.5):
         return fault
 
     def stopwatch(device, dtypes):
-        assert dtypes[0] is F32 and dtypes[1] is not F32
+        assert dtypes[0] is F32
+        assert dtypes[1] is not F32
         return 1.0, half_seconds
 
     return choose_policy(name, caps, trial, stopwatch)
 
 
-A100, T4 = Capabilities("cuda", "A100", (8, 0)), Capabilities("cuda", "Tesla T4", (7, 5))
+A100 = Capabilities("cuda", "A100", (8, 0))
+T4 = Capabilities("cuda", "Tesla T4", (7, 5))
 NEW_CPU = Capabilities("cpu", "x86_64", cpu_bf16=True)
 
 
@@ -180,7 +186,7 @@ TABLE = {
 @both_devices
 @pytest.mark.parametrize("name", TABLE)
 def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
-    policy, seen = policy_for(name, device), {}
+    policy = policy_for(name, device)
     skip_emulated(device, policy.dtype)
     net = Net().to(device)
     batch = {
@@ -189,13 +195,17 @@ def test_every_level_has_in_a_real_step_the_dtypes_it_promises(device, name):
     }
     want = copy.deepcopy(net)(**batch)
     policy.prepare(net)
+
+    seen = {}
     for module in (net.conv, net.ln):
         module.register_forward_hook(lambda module, args, out: seen.update({module: out.dtype}))
     scaler = LossScaler(device, init_scale=128.0, enabled=policy.scales)
     with policy.autocast():
         loss = net(*batch.values())
-        assert torch.equal(loss, net(**batch))
+        by_keyword = net(**batch)
+    assert torch.equal(loss, by_keyword)
     scaler.scale(loss).backward()
+
     assert TABLE[name] == (
         net.conv.weight.dtype,
         net.ln.weight.dtype,
@@ -214,17 +224,24 @@ def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone
     class PreNorm(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.fn = nn.RMSNorm(4), nn.Linear(4, 4)
+            self.norm = nn.RMSNorm(4)
+            self.fn = nn.Linear(4, 4)
             self.register_buffer("table", torch.arange(3000.0))
 
         def forward(self, x):
-            return self.fn(self.norm(x * 1000)) + self.table[2049]
+            normed = self.norm(x * 1000)
+            return self.fn(normed) + self.table[2049]
 
     net = policy_for("O2").prepare(nn.Sequential(PreNorm(), nn.Linear(4, 4)))
-    assert [net[0].norm.weight.dtype, net[0].fn.weight.dtype] == [F32, F16]
-    assert net[0].table.dtype is F32
-    assert net(torch.randn(2, 4)).dtype is F16  # the sum is cast again at the next door
-    assert policy_for("O3").prepare(PreNorm()).table.dtype is F16
+    wrapper = net[0]
+    assert [wrapper.norm.weight.dtype, wrapper.fn.weight.dtype] == [F32, F16]
+    assert wrapper.table.dtype is F32
+
+    out = net(torch.randn(2, 4))
+    assert out.dtype is F16  # the sum is cast again at the next door
+
+    half = policy_for("O3").prepare(PreNorm())
+    assert half.table.dtype is F16
 
 
 @pytest.mark.parametrize("name, on", [("fp32", False), ("tf32", True), ("O2", False)])
@@ -232,9 +249,15 @@ def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name
     set_tf32(not on)
     torch.backends.fp32_precision = "tf32"  # a global switch
     policy_for(name).prepare(nn.Linear(1, 1))
-    assert torch.backends.cuda.matmul.allow_tf32 is on and torch.backends.cudnn.allow_tf32 is on
-    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    assert {switch.fp32_precision for switch in switches} == {"tf32" if on else "ieee"}
+
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    assert matmul.allow_tf32 is on
+    assert cudnn.allow_tf32 is on
+    wanted = "tf32" if on else "ieee"
+    for switch in (matmul, cudnn.conv, cudnn.rnn):
+        assert switch.fp32_precision == wanted
+
     torch.backends.fp32_precision = "none"
 
 
@@ -246,9 +269,12 @@ def test_prepare_sets_tf32_so_that_both_interfaces_and_inductor_can_read_it(name
 def test_between_its_limits_it_is_torchs_scaler_bit_for_bit_and_each_loads_the_other(device):
     options = {"init_scale": 2.0**40, "growth_interval": 3}
     plain = torch.amp.GradScaler(device, **options)
-    ours, on_device = (LossScaler(device, ceiling=2.0**100, **options) for _ in range(2))
+    ours = LossScaler(device, ceiling=2.0**100, **options)
+    on_device = LossScaler(device, ceiling=2.0**100, **options)
+    bad_steps = torch.rand(120) < 0.2
+
     scales = set()
-    for i, bad in enumerate((torch.rand(120) < 0.2).float().to(device)):
+    for i, bad in enumerate(bad_steps.float().to(device)):
         if i == 70:
             plain = torch.amp.GradScaler(device)
             plain.load_state_dict(ours.state_dict())
@@ -256,18 +282,21 @@ def test_between_its_limits_it_is_torchs_scaler_bit_for_bit_and_each_loads_the_o
             ours.load_state_dict(plain.state_dict())
         for scaler in (plain, ours, on_device):
             weight = torch.ones(3, device=device, requires_grad=True)
-            scaler.scale((weight / (1 - bad)).sum()).backward()
+            loss = (weight / (1 - bad)).sum()
+            scaler.scale(loss).backward()
             scaler.step(torch.optim.SGD([weight]))
             flag = {"found_inf": bad} if scaler is on_device else {}
             scaler.update(**flag)
         assert plain.state_dict() == ours.state_dict() == on_device.state_dict()
         scales.add(plain.get_scale())
-    assert len(scales) > 3 and max(scales) < 2.0**100
+
+    assert len(scales) > 3
+    assert max(scales) < 2.0**100
 
 
 def test_floor_and_ceiling_table_and_the_way_back_of_a_corrupted_scale():
     scaler = LossScaler("cpu", init_scale=8.0, growth_interval=2, floor=2.0, ceiling=16.0)
-    for bad, want in [
+    flags_and_scales = [
         (1, 4),
         (1, 2),
         (1, 2),
@@ -279,16 +308,20 @@ def test_floor_and_ceiling_table_and_the_way_back_of_a_corrupted_scale():
         (0, 16),
         (0, 16),
         (0, 16),
-        (math.nan, 8),
-    ]:  # a flag that is NaN is a skipped step
+        (math.nan, 8),  # a flag that is NaN is a skipped step
+    ]
+    for bad, want in flags_and_scales:
         scaler.update(found_inf=torch.tensor(float(bad)))
         assert scaler.get_scale() == want
+
     scaler.update(0.25)  # torch's positional argument is a new scale
     assert scaler.get_scale() == 2.0
+
     for corrupted in (math.nan, math.inf, 0.0, 1e30):
         scaler.scale_tensor.fill_(corrupted)
         scaler.update(found_inf=torch.tensor(1.0))
         assert scaler.get_scale() == 4.0
+
     for limits in ({"floor": 0.5}, {"floor": 2.0**20}, {"ceiling": math.inf}):
         with pytest.raises(ValueError, match="needs 1 <= floor"):
             LossScaler("cpu", **limits)
@@ -298,7 +331,9 @@ def test_a_disabled_scaler_changes_nothing_and_answers_one_on_its_device():
     scaler = LossScaler("cpu", enabled=False)
     scaler.update(found_inf=torch.tensor(1.0))
     assert scaler.scale_tensor.item() == scaler.get_scale() == 1.0
-    assert LossScaler("meta", enabled=False).scale_tensor.device.type == "meta"
+
+    elsewhere = LossScaler("meta", enabled=False)
+    assert elsewhere.scale_tensor.device.type == "meta"
 
 
 @pytest.mark.filterwarnings("error")
@@ -319,10 +354,11 @@ def test_tf32_on_and_off_are_measurably_different_and_fp32_eval_wins():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this chip has no TF32")
     a, b = torch.randn(2, 512, 512, device="cuda")
+    want = a.double() @ b.double()
 
     def error():
-        want = a.double() @ b.double()
-        return float((a @ b - want).norm() / want.norm())
+        difference = a @ b - want
+        return float(difference.norm() / want.norm())
 
     net = policy_for("tf32", "cuda").prepare(nn.Linear(1, 1).cuda())
     assert error() > 1e-4  # 10-bit mantissas
@@ -342,11 +378,17 @@ class Remembers(nn.BatchNorm1d):
 
 
 def test_a_pass_that_is_timed_leaves_no_trace():
-    net, images = Remembers(4), torch.randn(8, 4)
+    net = Remembers(4)
+    images = torch.randn(8, 4)
     rng = torch.get_rng_state()
     buffers = [*net.buffers()]
     before = [b.clone() for b in buffers]
-    assert amp_policy.seconds_of_pass(net, images, None, torch.bfloat16) > 0
+
+    seconds = amp_policy.seconds_of_pass(net, images, None, torch.bfloat16)
+
+    assert seconds > 0
     assert all(old is new for old, new in zip(buffers, net.buffers(), strict=True))
-    assert all(map(torch.equal, buffers, before)) and torch.equal(torch.get_rng_state(), rng)
-    assert net.last is None and net.weight.grad is None
+    assert all(map(torch.equal, buffers, before))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert net.last is None
+    assert net.weight.grad is None

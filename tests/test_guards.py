@@ -43,47 +43,68 @@ def test_labels_out_of_range_are_made_safe_and_ignored_ones_are_not_touched():
     guard = Guard(network(), num_classes=10, lag=False)
     y = torch.tensor([3, -100, 9, 0])
     reasons, safe = reasons_of(guard, torch.ones(4), y)
-    assert reasons == () and torch.equal(safe, y)
+    assert reasons == ()
+    assert torch.equal(safe, y)
+
     for bad in (10, -1, 2**40):
         raw = torch.tensor([3, bad, -100])
         reasons, safe = reasons_of(guard, torch.ones(4), raw)
-        assert reasons == ("label",) and 0 <= safe[1] < 10 and safe[[0, 2]].tolist() == [3, -100]
+        assert reasons == ("label",)
+        assert 0 <= safe[1] < 10
+        assert safe[[0, 2]].tolist() == [3, -100]
         assert raw[1] == bad, "the caller's own batch stays raw, for a post-mortem"
-    assert reasons_of(guard, torch.ones(2), torch.tensor([0.5, math.nan]))[0] == ("label",)
-    assert reasons_of(guard, torch.zeros(2, dtype=torch.uint8), torch.rand(2, 10))[0] == ()
+
+    targets = torch.tensor([0.5, math.nan])
+    reasons, _ = reasons_of(guard, torch.ones(2), targets)
+    assert reasons == ("label",)
+
+    pixels = torch.zeros(2, dtype=torch.uint8)
+    reasons, _ = reasons_of(guard, pixels, torch.rand(2, 10))
+    assert reasons == ()
 
 
 def test_a_nested_batch_is_looked_into_and_comes_back_in_its_form():
     guard = Guard(network(), num_classes=10, lag=False)
-    ids, bad = torch.tensor([139, 10_000]), torch.tensor([3, 10_000])
+    ids = torch.tensor([139, 10_000])
+    bad = torch.tensor([3, 10_000])
+
     nested = {"inputs": [torch.ones(2), {"label": bad}], "image_id": ids}
     reasons, safe = reasons_of(guard, nested)
-    assert reasons == ("label",) and safe["inputs"][1]["label"].tolist() == [3, 9]
+    assert reasons == ("label",)
+    assert safe["inputs"][1]["label"].tolist() == [3, 9]
     assert safe["image_id"] is ids
+
     packed = nn.utils.rnn.pack_sequence([torch.tensor([1.0, math.inf]), torch.ones(1)])
     reasons, safe = reasons_of(guard, packed, [{"labels": ids % 10, "image_id": ids}])
-    assert reasons == ("input",) and safe[0]["image_id"] is ids
+    assert reasons == ("input",)
+    assert safe[0]["image_id"] is ids
 
 
 def closed(guard, found_inf=0.0, **stats):
+    stats = {name: torch.tensor(value) for name, value in stats.items()}
     guard.open()
     guard.decide()
-    guard.close(torch.tensor(found_inf), **{k: torch.tensor(v) for k, v in stats.items()})
+    guard.close(torch.tensor(found_inf), **stats)
     return guard.verdict()
 
 
 def test_the_verdict_comes_one_step_late_and_flush_brings_the_last():
     guard = Guard(network())
     assert guard.verdict() is None
-    history = [closed(guard, float(n in (1, 2))) for n in range(4)]
-    assert history[0] is None
-    assert [(v.step, v.accepted) for v in history[1:]] == [(0, True), (1, False), (2, False)]
+
+    nothing, *verdicts = [closed(guard, float(n in (1, 2))) for n in range(4)]
+    assert nothing is None
+    assert [(v.step, v.accepted) for v in verdicts] == [(0, True), (1, False), (2, False)]
     assert guard.skipped_in_a_row == 2
+
     last = guard.flush()
     guard.set_lag(False)
-    assert (last.step, last.accepted, guard.skipped_in_a_row, guard.steps) == (3, True, 0, 4)
+    assert (last.step, last.accepted) == (3, True)
+    assert (guard.skipped_in_a_row, guard.steps) == (0, 4)
     assert guard.flush() is None
+
     assert closed(guard).step == 4
+
     guard.open(100)
     guard.decide()
     guard.close(torch.tensor(1.0))
@@ -98,7 +119,8 @@ def test_a_step_that_a_cuda_graph_replays_has_its_verdict():
             guard.decide()
             guard.close(torch.tensor(1.0))
         assert guard.verdict().step == step
-    assert guard.skipped == 3 and guard.verdict() is None
+    assert guard.skipped == 3
+    assert guard.verdict() is None
 
 
 def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
@@ -111,6 +133,7 @@ def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
     verdict = guard.verdict()
     carried = {"signal": 15, "worst": 2.0**24}
     assert verdict[1:] == (True, (), {"note": 0.5}, carried, -1)
+
     guard.open()
     guard.carry("veto", guard.rank + 1)
     guard.close(guard.decide())
@@ -119,10 +142,12 @@ def test_a_signal_and_a_carried_number_reject_nothing_and_a_veto_does():
 
 def test_bad_weights_and_moments_are_seen_before_they_spread():
     net = nn.Linear(3, 2)
-    optimizer, guard = ClippedAdamW(net.parameters()), Guard(net, lag=False)
+    optimizer = ClippedAdamW(net.parameters())
+    guard = Guard(net, lag=False)
     net(torch.ones(4, 3)).sum().backward()
     guard.step(optimizer)
     assert guard.verdict().accepted
+
     moment = optimizer.state[net.bias]["exp_avg_sq"]
     for where, tensor in (("param", net.bias.data), ("optstate", moment)):
         good = tensor.clone()
@@ -130,8 +155,11 @@ def test_bad_weights_and_moments_are_seen_before_they_spread():
         guard.open()
         guard.see_state(param=dict(net.named_parameters()), optstate=optimizer.state)
         before = snapshot(net)
+
         guard.step(optimizer)
-        assert guard.verdict().reasons == (where,) and same(before, snapshot(net))
+
+        assert guard.verdict().reasons == (where,)
+        assert same(before, snapshot(net))
         tensor.copy_(good)
 
 
@@ -141,11 +169,14 @@ def test_restart_takes_the_step_from_its_beginning():
     net[1].running_mean.fill_(3)  # by a checkpoint that was loaded, say
     guard.open(7)
     before = snapshot(net)
+
     net[1].running_mean = torch.full((4,), math.inf)  # as a forward may
     guard.see_loss(torch.tensor(math.nan))
     guard.carry("veto", guard.rank + 1)
     guard.restart()
-    assert same(before, snapshot(net)) and guard.number == 7
+    assert same(before, snapshot(net))
+    assert guard.number == 7
+
     net[1].running_mean.fill_(math.inf)  # and here the script raises, and goes on
     with pytest.warns(match="has not ended"):
         guard.open()
@@ -154,8 +185,9 @@ def test_restart_takes_the_step_from_its_beginning():
 
 
 def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_flag():
-    dtypes = (*guards.CHECKED, torch.int64, torch.int8, torch.bool)
-    buffers = {f"some_{i}": torch.arange(3).to(dtype) for i, dtype in enumerate(dtypes)}
+    buffers = {}
+    for dtype in (*guards.CHECKED, torch.int64, torch.int8, torch.bool):
+        buffers[f"some_{len(buffers)}"] = torch.arange(3).to(dtype)
     whole = torch.arange(64.0).view(8, 8)
     buffers |= {
         "number": torch.tensor(3.0),
@@ -168,8 +200,9 @@ def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_fla
     net = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         net.register_buffer(name, buffer)
-    guard, before = Guard(net), snapshot(net)
-    changing = {n: b for n, b in net.named_buffers() if n not in ("one", "empty")}
+    guard = Guard(net)
+    before = snapshot(net)
+    changing = {name: b for name, b in net.named_buffers() if name not in ("one", "empty")}
 
     def change(which, value):
         guard.open()
@@ -183,7 +216,9 @@ def test_buffers_of_every_dtype_are_looked_at_and_go_back_and_masks_raise_no_fla
     assert change(changing.values(), 1) == 0
     for name, b in changing.items():
         if b.dtype in guards.CHECKED and name != "mask":
-            assert change([b.view(-1)[-1:] if b.is_contiguous() else b], math.nan) == 1, name
+            part = b.view(-1)[-1:] if b.is_contiguous() else b
+            assert change([part], math.nan) == 1, name
+
     guard.open()
     net.every_other.zero_()
     guard.close(torch.zeros(()))
@@ -199,7 +234,8 @@ def test_a_single_buffer_goes_back_and_infinite_running_statistics_are_no_mask()
     assert Guard(net).decide() == 1
     bad = guard.decide()
     guard.close(bad)
-    assert bad == 1 and not net.running_mean.any()
+    assert bad == 1
+    assert not net.running_mean.any()
 
 
 def test_a_backward_that_began_before_the_buffers_went_back_still_works():
@@ -218,10 +254,13 @@ def test_buffers_that_were_exchanged_or_moved_are_watched_anew():
     net.double()
     net[1].register_buffer("more", torch.ones(3))
     before = snapshot(net)
+
+    images = torch.full((2, 3, 8, 8), math.inf, dtype=torch.float64)
     guard.open()
-    net(torch.full((2, 3, 8, 8), math.inf, dtype=torch.float64))
+    net(images)
     net[1].more.fill_(math.nan)
     guard.close(guard.decide())
+
     assert guard.verdict().reasons == ("buffer",)
     assert same(before, snapshot(net))
 
@@ -237,23 +276,31 @@ class Centre(nn.Module):
 
     def forward(self, x):
         y = self.layer(x) * self.centre
-        self.centre, self.cache = 0.9 * self.centre + 0.1 * y.detach().mean(0), None
+        self.centre = 0.9 * self.centre + 0.1 * y.detach().mean(0)
+        self.cache = None
         return (y - self.centre).square().mean()
 
 
 def test_a_buffer_that_the_forward_assigns_goes_back_too():
     net = Centre()
-    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net, lag=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    guard = Guard(net, lag=False)
     for k in range(6):
-        before, x = net.centre.clone(), torch.randn(3, 4)
-        loss = net(x / (k != 3))
-        wanted = torch.autograd.grad(loss, net.layer.weight, retain_graph=True)
+        good = k != 3
+        before = net.centre.clone()
+        x = torch.randn(3, 4)
+
+        loss = net(x / good)
+        (wanted,) = torch.autograd.grad(loss, net.layer.weight, retain_graph=True)
         guard.see_loss(loss)  # writes to no buffer that the backward needs
         loss.backward()
-        assert k == 3 or torch.equal(net.layer.weight.grad, *wanted)
+        assert not good or torch.equal(net.layer.weight.grad, wanted)
+
         guard.step(optimizer)
         optimizer.zero_grad()
-        assert guard.verdict().accepted == (not torch.equal(net.centre, before)) == (k != 3)
+        accepted = guard.verdict().accepted
+        moved = not torch.equal(net.centre, before)
+        assert accepted == moved == good
 
 
 class Growing(Centre):
@@ -261,7 +308,9 @@ class Growing(Centre):
 
     def forward(self, x):
         loss = super().forward(x)
-        self.cache = x.new_zeros(len(x) + self.layer.weight.numel() + int(100 * torch.rand(())))
+        weights = self.layer.weight.numel()
+        more = int(100 * torch.rand(()))
+        self.cache = x.new_zeros(len(x) + weights + more)
         return loss
 
 
@@ -285,12 +334,14 @@ def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, co
     net = kind()
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     guards = [Guard(net, lag=lag) for _ in range(count)]
+    loads = kind is Norm and opens
+
     net(torch.ones(3, 4))
     for step in range(12):
         if step == 5:
             with torch.no_grad():
                 net(torch.full((3, 4), math.inf))  # an evaluation that was left in train mode
-        if kind is Norm and opens:
+        if loads:
             net.loaded.fill_(step)
             net.mask[0, 0] = step
         for guard in guards:
@@ -300,11 +351,15 @@ def test_a_poison_between_two_steps_costs_two_steps_at_most(kind, opens, lag, co
             guard.step(optimizer)
             optimizer.zero_grad()
             guard.verdict()
-        if kind is Norm and opens:
-            assert net.loaded.eq(step).all() and net.mask[0, 0] == step
+        if loads:
+            assert net.loaded.eq(step).all()
+            assert net.mask[0, 0] == step
+
+    most = 2 if opens and lag else 1
     for guard in guards:
         guard.flush()
-        assert guard.skipped <= (2 if opens and lag else 1) and guard.skipped_in_a_row == 0
+        assert guard.skipped <= most
+        assert guard.skipped_in_a_row == 0
     assert all(b.isfinite().all() for name, b in net.named_buffers() if name != "mask")
     told = ["and no step did it" in str(w.message) for w in recwarn]
     assert sum(told) == (opens or kind is Growing)
@@ -338,18 +393,24 @@ def test_of_two_optimizers_the_one_with_gradients_moves_and_none_when_bad(make, 
     for factor, turns in steps:
         before = [snapshot(net) for net in nets]
         for i in turns:
-            loss = nets[i](torch.ones(2, 4)).square().mean() * factor
+            out = nets[i](torch.ones(2, 4))
+            loss = out.square().mean() * factor
             (scaler.scale(loss) if scaler else loss).backward()
         bad = guard.step(optimizers, scaler, clip=1.0)
         if scaler:
             scaler.update()
+
+        good = math.isfinite(factor)
         moved = {i for i in range(2) if not same(before[i], snapshot(nets[i]))}
-        assert moved == (set(turns) if math.isfinite(factor) else set())
-        assert bad == (not math.isfinite(factor)) and guard.verdict()
+        assert moved == (set(turns) if good else set())
+        assert bad == (not good)
+        assert guard.verdict()
         for optimizer in optimizers:
             optimizer.zero_grad()
+
     [warning] = recwarn
-    assert warning.filename == __file__ and "changes nothing" in str(warning.message)
+    assert warning.filename == __file__
+    assert "changes nothing" in str(warning.message)
 
 
 def test_a_bad_batch_rejects_a_step_without_gradients_too():
@@ -362,16 +423,24 @@ def test_a_bad_batch_rejects_a_step_without_gradients_too():
 
 
 def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
-    net, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu")
-    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net)
+    net = nn.Linear(4, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    guard = Guard(net)
+
+    def backward():
+        loss = net(torch.ones(2, 4)).sum()
+        scaler.scale(loss).backward()
+
     for _ in range(2):
         guard.see_loss(torch.tensor(10.0))
-        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        backward()
         guard.see_loss(torch.tensor(20.0))
         guard.step(optimizer, scaler)
         scaler.update()
     assert guard.flush().stats["loss"] == 15
-    scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+
+    backward()
     with pytest.raises(ValueError, match="above 0"):
         guard.step(optimizer, scaler, clip=math.nan)
     guard.step(optimizer, scaler)
@@ -382,13 +451,16 @@ def test_guard_step_refuses_a_second_step_without_an_update_of_the_scaler():
 @pytest.mark.parametrize("made, used, told", [(0, 0, 0), (0, 3, 3), (5, 6, 8)])
 def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used, told, recwarn):
     gc.collect()  # scalers of other tests
-    net, scaler = nn.Linear(4, 1), None
-    optimizer, guard = torch.optim.SGD(net.parameters(), 0.1), Guard(net, lag=False)
+    net = nn.Linear(4, 1)
+    scaler = None
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    guard = Guard(net, lag=False)
     for step in range(told + 1):
         if step == made:
             scaler = torch.amp.GradScaler("cpu")
         loss = net(torch.ones(2, 4)).sum()
         (scaler.scale(loss) if step >= used else loss).backward()
+
         recwarn.clear()
         guard.step(optimizer)
         optimizer.zero_grad()
@@ -441,11 +513,13 @@ def test_a_grad_scaler_of_another_network_is_not_named(take, recwarn):
         net.optimizer = torch.optim.SGD(net.parameters(), 0.01)
         net.loss = lambda net=net: net(torch.ones(2, 4)).sum()
 
-    scaler, guard = torch.amp.GradScaler("cpu"), Guard(nets[0], lag=False)
+    scaler = torch.amp.GradScaler("cpu")
+    guard = Guard(nets[0], lag=False)
     for _ in range(9):
         take(*nets, scaler, guard)
         for net in nets:
             net.zero_grad()
+
     assert not [*recwarn]
 
 
@@ -453,10 +527,12 @@ def test_the_counters_and_the_verdict_under_way_survive_a_round_trip():
     guard = Guard(network())
     for n in range(21):
         closed(guard, float(n == 20), loss=n)
+
     state = guard.state_dict()
     other = Guard(network())
     other.load_state_dict(state)
     assert other.state_dict() == state
+
     for one in (guard, other):
         last = one.flush()
         assert (last.step, last.accepted, last.stats["loss"]) == (20, False, 20.0)

@@ -1,6 +1,7 @@
 """All models: shapes, precision, learning, sizes, recipes. What one model alone risks: its file."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ STREAMS = ("Block", "SwinBlock", "VSSBlock")
 @pytest.mark.parametrize("name", [*SMALL, "slat_vae-half"])
 def test_a_model_is_healthy_in_every_precision_and_its_evaluation_repeats(name, precision):
     """Loss, residual stream and gradients; the evaluation is near that of fp32."""
-    half_stream = name == "slat_vae-half" or (name.startswith("slat") and precision in ("O2", "O3"))
+    half_level = precision in ("O2", "O3")
+    half_stream = name == "slat_vae-half" or (name.startswith("slat") and half_level)
     policy = policy_for(precision)
     streams = []
     model = models.wrap(policy.prepare(shake(build(name), 0.02)))
@@ -31,27 +33,33 @@ def test_a_model_is_healthy_in_every_precision_and_its_evaluation_repeats(name, 
         if type(module).__name__ in STREAMS:
             module.register_forward_hook(lambda _, args, out: streams.append(out.dtype))
     batch = pictures(8)
+
     with policy.autocast():
         loss, metrics = model(*batch)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert loss.isfinite()
-    assert {(value.dtype, value.shape) for value in metrics.values()} == {(torch.float32, (8,))}
+    kinds = {(value.dtype, value.shape) for value in metrics.values()}
+    assert kinds == {(torch.float32, (8,))}
     torch.testing.assert_close(metrics["loss"].mean(), loss.detach())
     assert model.judged_by.removeprefix("-") in metrics
     assert half_stream or set(streams) <= {torch.float32}
+
     (loss * 1024).backward()
     for path, p in model.named_parameters():
         if p.requires_grad:
             assert p.grad.isfinite().all(), path
             assert p.grad.any(), path
+
     model.eval()
     with torch.no_grad():
         with policy.autocast():
-            losses = model(*batch)[1]["loss"]
-            assert torch.equal(model(*batch)[1]["loss"], losses)
+            _, evaluated = model(*batch)
+            _, again = model(*batch)
+            assert torch.equal(again["loss"], evaluated["loss"])
         with fp32_eval(model):
-            torch.testing.assert_close(losses, model(*batch)[1]["loss"], rtol=0.05, atol=0)
+            _, precise = model(*batch)
+            torch.testing.assert_close(evaluated["loss"], precise["loss"], rtol=0.05, atol=0)
 
 
 def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
@@ -59,24 +67,29 @@ def test_the_loss_of_half_logits_is_fp32_and_smoothed_in_training_only():
     labels = torch.tensor([0])
     model = Classifier(torch.nn.Identity(), label_smoothing=0.2)
     want = torch.nn.functional.cross_entropy(logits.double(), labels, label_smoothing=0.2)
-    assert model(logits, labels)[0].item() == pytest.approx(want.item(), rel=1e-6)
-    assert model.eval()(logits, labels)[0].item() == 0.0
+
+    trained, _ = model(logits, labels)
+    evaluated, _ = model.eval()(logits, labels)
+
+    assert trained.item() == pytest.approx(want.item(), rel=1e-6)
+    assert evaluated.item() == 0.0
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", SMALL)
 def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
+    def note(dtypes, path, module, args, out):
+        dtypes[path] = getattr(out, "dtype", None)
+
     seen = {"cpu": {}, "cuda": {}}
     for device, dtypes in seen.items():
         model = models.wrap(build(name)).to(device)
         for path, module in model.named_modules():
-            module.register_forward_hook(
-                lambda _, args, out, path=path, dtypes=dtypes: dtypes.update(
-                    {path: getattr(out, "dtype", None)}
-                )
-            )
+            module.register_forward_hook(partial(note, dtypes, path))
+        batch = [t.to(device) for t in pictures(2)]
         with torch.no_grad(), torch.autocast(device, torch.float16):
-            model(*(t.to(device) for t in pictures(2)))
+            model(*batch)
+
     assert seen["cpu"] == seen["cuda"]
 
 
@@ -85,11 +98,14 @@ def test_the_dtypes_on_cuda_are_those_of_the_cpu(name):
 def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
     model = models.wrap(build(name)).cuda()
     batch = [t.cuda() for t in pictures(8)]
-    model(*batch)[0].backward()  # the first step checks the fused paths
+    loss, _ = model(*batch)
+    loss.backward()  # the first step checks the fused paths
+
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(*batch)[0].backward()
+        loss, _ = model(*batch)
+        loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
@@ -111,17 +127,22 @@ def test_every_backward_on_cuda_is_deterministic_and_makes_no_host_wait(name):
     ],
 )
 def test_the_loss_of_a_few_images_falls_to_a_share_of_what_it_was(name, steps, lr, share):
-    net, batch = build(name), pictures(20)
+    net = build(name)
+    images, labels = pictures(20)
     if name == "cifarnet-tiny":
-        net.init_from_data(batch[0])
+        net.init_from_data(images)
     model = models.wrap(net)
-    before = model.eval()(*batch)[0].item()
+    before, _ = model.eval()(images, labels)
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     for _ in range(steps):
         optimizer.zero_grad()
-        model.train()(*batch)[0].backward()
+        loss, _ = model.train()(images, labels)
+        loss.backward()
         optimizer.step()
-    assert model.eval()(*batch)[0].item() < share * before
+
+    after, _ = model.eval()(images, labels)
+    assert after.item() < share * before.item()
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "cifarnet-tiny"])
@@ -130,7 +151,8 @@ def test_a_compiled_model_has_the_same_gradients_and_one_graph_unless_it_scans(n
         torch.manual_seed(3)
         loss, _ = model(*pictures(4))
         loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
+        gradients = [p.grad for p in model.parameters()]
+        return [loss.detach(), *gradients]
 
     model = models.wrap(shake(build(name)))
     graphs = []
@@ -165,10 +187,12 @@ def test_a_compiled_model_has_the_same_gradients_and_one_graph_unless_it_scans(n
 )
 def test_a_preset_has_as_many_parameters_as_it_says(name, size, millions):
     classes = 1000 if name in ("vit-s16", "vmamba-t") else 10
+    names = [str(i) for i in range(classes)]
+    build_net, _ = models.MODELS[name]
     with torch.device("cpu" if name.startswith("dit") else "meta"):
-        net = models.MODELS[name][0]([str(i) for i in range(classes)], size)
-    count = sum(p.numel() for p in net.parameters()) / 1e6
-    assert count == pytest.approx(millions, rel=0.06)
+        net = build_net(names, size)
+    count = sum(p.numel() for p in net.parameters())
+    assert count / 1e6 == pytest.approx(millions, rel=0.06)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -176,12 +200,17 @@ def test_a_preset_has_as_many_parameters_as_it_says(name, size, millions):
 def test_a_model_is_built_for_the_size_and_the_colours_of_the_data(name, size, channels):
     build_net, _ = models.MODELS[name]
     model = models.wrap(build_net(["a", "b", "c"], size, channels))
-    images, labels = torch.randn(3, channels, size, size), torch.tensor([0, 1, 2])
+    images = torch.randn(3, channels, size, size)
+    labels = torch.tensor([0, 1, 2])
+
     if hasattr(model, "init_from_data"):
         model.init_from_data(images)
-    assert model(images, labels)[0].isfinite()
+    loss, _ = model(images, labels)
+    assert loss.isfinite()
+
     if hasattr(model, "show"):
-        assert len(model.show(images, labels)) in (3, 6)
+        shown = model.show(images, labels)
+        assert len(shown) in (3, 6)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +241,8 @@ def test_sizes_that_cannot_work_are_refused_by_name(name, options, sentence):
 def test_images_that_do_not_fit_are_refused_with_the_sizes_that_do(name):
     with pytest.raises(models.DoesNotFit, match="--image-size") as refused:
         models.build(name, NAMES, 33, 3)
-    sizes = [int(word) for word in re.findall(r"\d+", str(refused.value).split(" takes ")[1])]
+    taken = str(refused.value).split(" takes ")[1]
+    sizes = [int(word) for word in re.findall(r"\d+", taken)]
     with torch.device("cpu" if name.startswith("dit") else "meta"):
         for size in sizes[:3]:
             assert models.build(name, NAMES, size, 3)
@@ -229,8 +259,9 @@ def test_class_names_and_targets_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("name", ["vit-test", "swin-test", "slat_vae-test"])
 def test_images_of_another_size_are_refused(name):
     model = models.wrap(build(name))
+    large = torch.randn(1, 3, 64, 64)
     with pytest.raises(ValueError, match=r"built for .*32"):
-        model(torch.randn(1, 3, 64, 64), torch.zeros(1).long())
+        model(large, torch.zeros(1).long())
 
 
 def test_the_last_stage_of_a_resnet_sees_more_than_one_pixel():
@@ -239,7 +270,8 @@ def test_the_last_stage_of_a_resnet_sees_more_than_one_pixel():
         net = build_net(list("abc"), size, 1).eval()
         maps = []
         net.layer4.register_forward_hook(lambda _, args, out, maps=maps: maps.append(out.shape[2:]))
-        assert net(torch.randn(2, 1, size, size)).shape == (2, 3)
+        logits = net(torch.randn(2, 1, size, size))
+        assert logits.shape == (2, 3)
         assert maps == [(2, 2)]
 
 
@@ -250,12 +282,19 @@ def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
     for name, (build_net, recipe) in models.MODELS.items():
         assert recipe.keys() == models.RECIPE.keys(), name
         assert recipe["lr_rule"] in ("sqrt", "linear", "none")
+
         warmup = int(10 * recipe["warmup"])
-        assert optim.warmup_cosine(10, warmup, kind=recipe["schedule"])[1] > 0
+        factors = optim.warmup_cosine(10, warmup, kind=recipe["schedule"])
+        assert factors[1] > 0
+
         draws = name.split("-")[0] in ("dit", "slat_vae")
-        assert recipe["augment"] == ("flip" if draws else "crop"), f"{name} would draw borders"
+        augment = "flip" if draws else "crop"
+        assert recipe["augment"] == augment, f"{name} would draw borders"
+
         if recipe["small"]:  # it trains on the inner 28 pixels first
-            assert build_net(list("abc"), 32).eval()(torch.randn(2, 3, 28, 28)).shape == (2, 3)
+            net = build_net(list("abc"), 32).eval()
+            logits = net(torch.randn(2, 3, 28, 28))
+            assert logits.shape == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -282,30 +321,37 @@ def test_every_recipe_has_the_keys_of_the_default_one_and_values_that_work():
 )
 def test_what_weight_decay_would_harm_is_free_of_it(name, free, decayed):
     net = build(name)
-    decay = {
-        id(p): group["weight_decay"] for group in optim.param_groups(net) for p in group["params"]
-    }
-    parameters = dict(net.named_parameters())
-    assert [decay[id(parameters[path])] for path in free] == [0] * len(free)
-    assert decay[id(parameters[decayed])] > 0
+    paths = {p: path for path, p in net.named_parameters()}
+    decay = {}
+    for group in optim.param_groups(net):
+        for p in group["params"]:
+            decay[paths[p]] = group["weight_decay"]
+    assert [decay[path] for path in free] == [0] * len(free)
+    assert decay[decayed] > 0
 
 
 @pytest.mark.parametrize(
     "name, rising", [("swin-test", [0, 0.1, 0.2, 0.3]), ("vmamba-test", [0, 0.3])]
 )
 def test_drop_path_drops_whole_samples_in_training_alone(name, rising):
-    net, (x, _) = build(name), pictures(4)
-    before, evaluated = net.train()(x), net.eval()(x)
+    net = build(name)
+    x, _ = pictures(4)
+    before = net.train()(x)
+    evaluated = net.eval()(x)
+
     models.set_drop_path(net, 0.3)
     drops = [module for module in net.modules() if type(module).__name__ == "DropPath"]
     assert [drop.p for drop in drops] == pytest.approx(rising)
     assert torch.equal(net.eval()(x), evaluated)
     assert not torch.equal(net.train()(x), before)
+
     out = drops[-1](torch.ones(4000, 2, 2, 1)).flatten(1)
     kinds, counts = out.unique(dim=0, return_counts=True)
     assert kinds.flatten().tolist() == pytest.approx([0] * 4 + [1 / 0.7] * 4)
     assert counts[0] == pytest.approx(1200, rel=0.15)
-    for wrong, share, words in ((net, 1.0, "below 1"), (build("vit-test"), 0.1, "no drop path")):
+
+    vit = build("vit-test")
+    for wrong, share, words in ((net, 1.0, "below 1"), (vit, 0.1, "no drop path")):
         with pytest.raises(models.DoesNotFit, match=words):
             models.set_drop_path(wrong, share)
 
@@ -317,11 +363,14 @@ def test_the_whitening_layer_makes_patches_uncorrelated_and_takes_no_gradient():
     images, _ = pictures(200)
     net = build("cifarnet-tiny")
     net.init_from_data(images, eps=0.0)
+
     out = net.whiten(images)
     assert not out.requires_grad
-    out = out[:, :12].permute(1, 0, 2, 3).flatten(1).double()
+
+    rows = out[:, :12].permute(1, 0, 2, 3).flatten(1).double()
+    covariance = rows @ rows.T / rows.shape[1]
     want = torch.eye(12, dtype=torch.float64)
-    torch.testing.assert_close(out @ out.T / out.shape[1], want, rtol=0, atol=2e-3)
+    torch.testing.assert_close(covariance, want, rtol=0, atol=2e-3)
 
 
 def test_a_group_passes_its_input_on_before_the_first_step():

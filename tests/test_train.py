@@ -37,15 +37,21 @@ def steps_of(lines):
 
 @pytest.mark.parametrize("uneven", [False, True])
 def test_accumulation_gives_the_update_of_the_big_batch(run, mlp, monkeypatch, uneven):
+    whole = batches.TrainBatches.at
+
+    def fewer(self, step):
+        images, labels = whole(self, step)
+        return images[:35], labels[:35]
+
     if uneven:  # 40 images arrive as 35: three micro-batches of 12, 12 and 11
-        whole = batches.TrainBatches.at
-        monkeypatch.setattr(
-            batches.TrainBatches, "at", lambda self, step: tuple(t[:35] for t in whole(self, step))
-        )
-    for accum in (1, 3):  # a large eps: rounding near g = 0 stays rounding, not +lr or -lr
-        flags = ("--model", "mlp", "--batch-size", 42, "--max-steps", 5, "--adam-eps", 1e-2)
-        assert run(*flags, "--accum-steps", accum, out=str(accum))[0] == 0
-    torch.testing.assert_close(weights(mlp[1]), weights(mlp[0]), rtol=1e-4, atol=1e-6)
+        monkeypatch.setattr(batches.TrainBatches, "at", fewer)
+    # a large eps: rounding near g = 0 stays rounding, not +lr or -lr
+    flags = ("--model", "mlp", "--batch-size", 42, "--max-steps", 5, "--adam-eps", 1e-2)
+    for accum in (1, 3):
+        code, *_ = run(*flags, "--accum-steps", accum, out=str(accum))
+        assert code == 0
+    at_once, in_three = mlp
+    torch.testing.assert_close(weights(in_three), weights(at_once), rtol=1e-4, atol=1e-6)
 
 
 @needs_rescue
@@ -59,13 +65,16 @@ def test_sgd_in_place_of_clipped_adamw_is_a_change_of_one_line(run, monkeypatch)
     monkeypatch.setattr(train.prepare.optim, "ClippedAdamW", sgd)
     flags = ("--muon", "--lr", 0.3, "--max-steps", 40)
     code, last, _, lines = run(*flags, "--inject", "nan:grad:head.weight@step=9")
-    assert (code, last["updates"], last["skipped"]) == (0, 39, 1) and len(made) == 1
+
+    assert (code, last["updates"], last["skipped"]) == (0, 39, 1)
+    assert len(made) == 1
     losses = [line["loss"] for line in lines if "loss" in line and "event" not in line]
     assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
-    seen, compared = {True: set(), False: set()}, []
+    seen = {True: set(), False: set()}
+    compared = []
 
     def compare(model, x, *_):  # the real one evaluates in bf16 on purpose
         compared.extend(x.flatten(1))
@@ -78,8 +87,10 @@ def test_evaluation_runs_in_fp32_while_training_runs_in_bf16(run, monkeypatch):
     with torch.nn.modules.module.register_module_forward_hook(watch):
         flags = ("--model", "vit-test", "--precision", "bf16", "--max-steps", 2)
         run(*flags)
-        assert torch.bfloat16 in seen[True] and torch.bfloat16 not in seen[False]
+        assert torch.bfloat16 in seen[True]
+        assert torch.bfloat16 not in seen[False]
         assert len(torch.stack(compared).unique(dim=0)) == 100, "each image once"
+
         run(*flags, "--eval-precision", "same", out="same")
         assert torch.bfloat16 in seen[False]
 
@@ -94,9 +105,12 @@ def test_steps_that_stay_bad_end_with_exit_code_3_and_keep_the_weights(run, monk
     monkeypatch.setattr(batches.TrainBatches, "at", poisoned)
     code, last, _, _ = run("--max-skips", 3, "--ckpt-every", 5)
     assert (code, last["status"], last["updates"]) == (3, "diverged", 6)
-    assert last["skipped"] >= 3 and "rejected" in last["reason"]
+    assert last["skipped"] >= 3
+    assert "rejected" in last["reason"]
     assert last_state(run)["step"] == 5
-    assert run("--on-nonfinite", "stop", out="stop")[1]["updates"] == 6
+
+    _, stopped, _, _ = run("--on-nonfinite", "stop", out="stop")
+    assert stopped["updates"] == 6
 
 
 @needs_rescue
@@ -104,7 +118,8 @@ def test_an_ordinary_step_runs_two_files_of_rescue_and_no_more_functions_than_it
     run, monkeypatch
 ):
     seen = set()
-    end_of_step, wing = train.end_of_step, Path(train.__file__).with_name("rescue")
+    end_of_step = train.end_of_step
+    wing = Path(train.__file__).with_name("rescue")
 
     def note(frame, event, arg):
         path = Path(frame.f_code.co_filename)
@@ -163,7 +178,8 @@ def test_another_answer_to_trouble_says_which_verdicts_are_read_at_once(run, mon
 @pytest.mark.parametrize("where", ["build", "forward"])
 def test_a_bug_in_a_model_is_a_whole_traceback_and_the_last_line_is_the_summary(run, model, where):
     def buggy(classes):
-        net, calls = mlp(classes), []
+        net = mlp(classes)
+        calls = []
 
         def bug(*_):
             calls.append("forward")
@@ -178,7 +194,8 @@ def test_a_bug_in_a_model_is_a_whole_traceback_and_the_last_line_is_the_summary(
     model("buggy", buggy)
     code, last, error, _ = run("--model", "buggy")
     assert (code, last["status"], last["model"]) == (1, "failed", "buggy")
-    assert "Traceback" in error and "_a, _b = (1, 2, 3)" in error
+    assert "Traceback" in error
+    assert "_a, _b = (1, 2, 3)" in error
 
 
 def test_a_full_disk_ends_with_a_sentence_and_the_summary(run, monkeypatch):
@@ -191,24 +208,31 @@ def test_a_full_disk_ends_with_a_sentence_and_the_summary(run, monkeypatch):
 
     monkeypatch.setattr(report.MetricsFile, "write", full)
     code, last, error, _ = run()
+
     assert (code, last["status"]) == (1, "failed")
-    assert "No space left on device" in error and "metrics.jsonl" in error
+    assert "No space left on device" in error
+    assert "metrics.jsonl" in error
     assert "Traceback" not in error
 
 
 @needs_rescue
 def test_anomaly_mode_that_finds_a_nan_ends_with_its_traceback_and_the_summary(run):
     code, last, error, _ = run("--detect-anomaly", "--inject", "nan:act:groups.1@step=3")
-    assert (code, last["status"]) == (1, "failed") and "returned nan values" in error
+    assert (code, last["status"]) == (1, "failed")
+    assert "returned nan values" in error
 
 
 def test_a_run_that_died_before_its_first_checkpoint_does_not_block_its_folder(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train, "save", lambda run, good: 1 / 0)
         code, _, error, _ = run("--max-steps", 2)
-    assert code == 1 and "ZeroDivisionError" in error, "a bug in the loop is a traceback too"
-    assert (run.folder / "metrics.jsonl").exists() and not list(run.folder.glob("*.pt"))
-    assert run("--max-steps", 2)[0] == 0
+    assert code == 1
+    assert "ZeroDivisionError" in error, "a bug in the loop is a traceback too"
+    assert (run.folder / "metrics.jsonl").exists()
+    assert not list(run.folder.glob("*.pt"))
+
+    code, *_ = run("--max-steps", 2)
+    assert code == 0
 
 
 # --- Two ranks
@@ -216,13 +240,14 @@ def test_a_run_that_died_before_its_first_checkpoint_does_not_block_its_folder(r
 
 def test_two_ranks_equal_one_process_on_the_same_global_batch(run, mlp, tmp_path, image_folder):
     flags = ("--max-steps", 8, "--accum-steps", 2, "--adam-eps", 1e-2, "--batch-size", 40)
-    one = run("--model", "mlp", *flags, out="one")
+    _, one, _, _ = run("--model", "mlp", *flags, out="one")
     two, _, replicas = two_ranks(tmp_path, image_folder, *flags)
+
     assert same(*replicas), "the replicas differ"
     for name, tensor in mlp[0].state_dict().items():
         torch.testing.assert_close(replicas[0][name], tensor, rtol=1e-4, atol=1e-6)
-    assert two["val_acc1"] == one[1]["val_acc1"]  # 100 images over two ranks, each counted once
-    assert two["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-3)
+    assert two["val_acc1"] == one["val_acc1"]  # 100 images over two ranks, each counted once
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-3)
 
 
 # --- Saying no
@@ -295,14 +320,17 @@ def test_a_folder_that_holds_another_run_is_not_overwritten(run):
     ],
 )
 def test_boolean_flags_and_published_spellings_work(words, name, meant):
-    assert getattr(flags.parse(words.split(), "", train.MODELS, train.NAMES), name) == meant
+    args = flags.parse(words.split(), "", train.MODELS, train.NAMES)
+    assert getattr(args, name) == meant
 
 
 def test_flags_of_the_optimizer_reach_it_and_count_in_a_run_that_goes_on(run, mlp):
     flags = ("--model", "mlp", "--no-decay", "1.*")
     for steps, decay, betas in ((1, 0.1, (0.8, 0.95)), (2, 0.3, (0.7, 0.9))):
         more = ("--max-steps", steps, "--weight-decay", decay, "--betas", *betas)
-        assert run(*flags, *more, "--resume", "auto")[0] == 0
+        code, *_ = run(*flags, *more, "--resume", "auto")
+        assert code == 0
+
         groups = last_state(run)["optimizers"][0]["param_groups"]
         assert all(tuple(group["betas"]) == betas for group in groups)
         decayed = [len(group["params"]) for group in groups if group["weight_decay"] == decay]
@@ -325,15 +353,18 @@ def test_compiled_training_gives_the_same_losses_and_looks_at_hooked_steps_eager
 
     monkeypatch.setattr(torch, "compile", compile)
     flags = ("--probe-every", 5, "--max-steps", 6)
-    eager = run(*flags, out="eager")[3]
-    fast = run(*flags, "--compile", out="fast")[3]
+    _, _, _, eager = run(*flags, out="eager")
+    _, _, _, fast = run(*flags, "--compile", out="fast")
+
     assert len(compiled) == 1
-    assert [x.get("loss") for x in steps_of(eager)] == [x.get("loss") for x in steps_of(fast)]
+    losses = [line.get("loss") for line in steps_of(eager)]
+    assert losses == [line.get("loss") for line in steps_of(fast)]
 
 
 def test_tensorboard_gets_the_scalars_or_a_sentence_says_how_to_install_it(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     refused(run("--tensorboard", out="without"), "pip install tensorboard")
+
     scalars = []
     board = SimpleNamespace(add_scalar=lambda name, value, step: scalars.append((name, step)))
     stub = SimpleNamespace(SummaryWriter=lambda folder, purge_step: board)
@@ -354,8 +385,12 @@ def test_the_best_weights_are_those_with_the_lowest_loss_where_less_is_better(ru
 @needs_rescue
 def test_among_equal_accuracies_the_lowest_loss_is_the_best(run, monkeypatch):
     pairs = iter([(50, 1.1), (60, 0.9), (60, 0.7), (60, 0.8), (40, 0.1), (60, 0.7)])
-    named = lambda acc1, loss: {"val_acc1": acc1, "val_loss": loss}  # noqa: E731
-    monkeypatch.setattr(validation, "evaluate", lambda *_, **__: named(*next(pairs)))
+
+    def evaluate(*_, **__):
+        acc1, loss = next(pairs)
+        return {"val_acc1": acc1, "val_loss": loss}
+
+    monkeypatch.setattr(validation, "evaluate", evaluate)
     monkeypatch.setattr("rescue.notice.sample_is_sound", lambda run: True)
     assert run("--max-steps", 45)[0] == 0
     kept = json.loads((run.folder / "model.json").read_text())["evaluated"]
@@ -369,11 +404,13 @@ LEVELS = [*zip(SMALL, itertools.cycle(["bf16", "O2"])), ("cifarnet-tiny", "O3"),
 @pytest.mark.parametrize("model, precision", LEVELS)
 def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, precision):
     eps = ("--adam-eps", "1e-4") if precision == "O3" else ()  # without it O3 is refused
-    code, last, _, lines = run(
-        "--model", model, "--precision", precision, "--max-steps", 4, "--lr", 1e-4, *eps
-    )
-    assert code == 0 and last["updates"] + last["skipped"] == 4 and last["updates"] > 2
+    flags = ("--model", model, "--precision", precision, "--max-steps", 4, "--lr", 1e-4)
+    code, last, _, lines = run(*flags, *eps)
+    assert code == 0
+    assert last["updates"] + last["skipped"] == 4
+    assert last["updates"] > 2
     assert last["val_loss"] == last["val_loss"]
+
     shown = {"dit-test": ".png", "slat_vae-test": ".png", "vlm-test": ".txt"}.get(model)
     assert ("val_acc1" in last) != bool(shown)
     files = [run.folder / line["file"] for line in events(lines, "shown")]
@@ -384,11 +421,15 @@ def test_every_model_makes_guarded_steps_and_shows_what_it_made(run, model, prec
 def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run, monkeypatch):
     said = []
     monkeypatch.setattr(train.prepare.tqdm, "write", lambda text, **_: said.append(text))
-    rate = run("--batch-size", 250, "--max-steps", 2, "--muon", out="small")[3][0]["lr"]
-    peak = train.MODELS["cifarnet-tiny"][1]["lr"]
-    assert rate == pytest.approx(peak * (250 / 1000) ** 0.5)
+    flags = ("--batch-size", 250, "--max-steps", 2)
+
+    _, _, _, lines = run(*flags, "--muon", out="small")
+    _, recipe = train.MODELS["cifarnet-tiny"]
+    assert lines[0]["lr"] == pytest.approx(recipe["lr"] * (250 / 1000) ** 0.5)
     assert any("sqrt rule" in text for text in said)
-    assert run("--batch-size", 250, "--max-steps", 2, "--lr", 0.003)[3][0]["lr"] == 0.003
+
+    _, _, _, lines = run(*flags, "--lr", 0.003)
+    assert lines[0]["lr"] == 0.003
 
 
 @pytest.mark.parametrize(
@@ -407,10 +448,15 @@ def test_another_batch_size_scales_the_rate_by_the_recipes_rule_and_says_so(run,
 )
 def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe, pieces, batch):
     args = SimpleNamespace(
-        batch_size=None, lr=None, accum_steps=pieces, recipe=RECIPE | {"batch_size": recipe}
+        batch_size=None,
+        lr=None,
+        accum_steps=pieces,
+        recipe=RECIPE | {"batch_size": recipe},
     )
     data = SimpleNamespace(train=(None, range(images)))
+
     plan.choose_batch(record.Run(args=args, data=data))
+
     assert args.batch_size == batch
     assert args.lr == pytest.approx(1e-3 * (batch / recipe) ** 0.5)
     assert (f"not {recipe}, for {images:,} images" in args.lr_reason) == (batch != recipe)
@@ -427,7 +473,8 @@ def test_a_batch_suits_the_set_and_is_the_recipes_for_a_large_one(images, recipe
 def test_few_images_take_adamw_because_muon_would_take_longer_than_they(images, asked, left, rate):
     recipe = RECIPE | {"batch_size": 256, "lr": 8e-3, "muon": ["a*"]}
     args = SimpleNamespace(batch_size=None, lr=None, accum_steps=1, recipe=recipe, muon=asked)
-    plan.choose_batch(record.Run(args=args, data=SimpleNamespace(train=(None, range(images)))))
+    data = SimpleNamespace(train=(None, range(images)))
+    plan.choose_batch(record.Run(args=args, data=data))
     assert args.muon == left
     assert args.lr == pytest.approx(rate)
     assert ("AdamW alone" in args.lr_reason) == (not left)
@@ -462,10 +509,13 @@ def test_a_run_is_long_enough_in_updates_or_a_warning_names_it(
     stream = SimpleNamespace(steps_per_epoch=epoch_steps, start_small=lambda steps: None)
     device = torch.device("cpu" if seconds else "cuda")
     run = record.Run(args=args, stream=stream, device=device)
+
     _, warning = plan.length(run, None, seconds)
+
     assert run.total_steps == steps
     assert -(-steps // run.validate_every) == validations
-    assert bool(warning) == warns and ("--epochs 75" in warning) == warns
+    assert bool(warning) == warns
+    assert ("--epochs 75" in warning) == warns
 
 
 @pytest.mark.parametrize("sign", [1, -3])
@@ -473,8 +523,9 @@ def test_an_average_that_runs_away_from_its_weights_is_a_warning(run, monkeypatc
     update = EMA.update
 
     def turned(self, params, found_inf):
-        params = [p.detach() for p in params]
-        update(self, [a + sign * (p - a) for a, p in zip(self.average, params, strict=True)], 0.0)
+        pairs = zip(self.average, params, strict=True)
+        away = [a + sign * (p.detach() - a) for a, p in pairs]
+        update(self, away, 0.0)
 
     monkeypatch.setattr(EMA, "update", turned)
     _, last, _, lines = run("--ema", 0.9, "--max-steps", 20)
@@ -487,11 +538,15 @@ def test_an_average_that_runs_away_from_its_weights_is_a_warning(run, monkeypatc
 def test_muon_steps_its_matrices_and_a_poisoned_momentum_reaches_no_weight(run, monkeypatch):
     monkeypatch.setattr("rescue.notice.CHECK_EVERY", 5)
     code, last, _, lines = run("--inject", "nan:optstate:momentum_buffer@step=10")
+
+    assert code == 0
     skip, *_ = events(lines, "skip")
-    assert code == 0 and "optstate" in skip["reasons"] and skip["step"] == 10
+    assert "optstate" in skip["reasons"]
+    assert skip["step"] == 10
     assert last["val_loss"] == last["val_loss"]
     _, muon = last_state(run)["optimizers"]
-    assert muon["state"] and all("momentum_buffer" in of for of in muon["state"].values())
+    assert muon["state"]
+    assert all("momentum_buffer" in of for of in muon["state"].values())
 
 
 def test_an_image_folder_is_streamed_and_its_dirty_files_are_named(run, image_folder, tmp_path):
@@ -499,10 +554,15 @@ def test_an_image_folder_is_streamed_and_its_dirty_files_are_named(run, image_fo
     shutil.copytree(image_folder, folder)
     (folder / "train" / "class0" / "broken.jpg").write_text("this is no image")
     flags = ("--dataset", "imagefolder", "--data-dir", folder, "--max-steps", 4, "--workers", 1)
+
     code, last, _, _ = run(*flags)
-    assert code == 0 and any("broken.jpg" in text for text in last["warnings"])
+    assert code == 0
+    assert any("broken.jpg" in text for text in last["warnings"])
+
     code, _, error, _ = run(*flags, "--max-bad-share", 0.0, out="strict")
-    assert code == 4 and "broken.jpg" in error and "--max-bad-share" in error
+    assert code == 4
+    assert "broken.jpg" in error
+    assert "--max-bad-share" in error
 
 
 # --- CUDA
@@ -514,7 +574,8 @@ def test_an_image_folder_is_streamed_and_its_dirty_files_are_named(run, image_fo
 def test_every_precision_trains_on_cuda_without_a_host_sync_in_the_step(
     run, monkeypatch, precision, graph
 ):
-    opened, closed = guards.Guard.open, guards.Guard.verdict
+    opened = guards.Guard.open
+    closed = guards.Guard.verdict
 
     def open_(self, step):
         torch.cuda.set_sync_debug_mode("error" if 5 < step < 12 else "default")  # recorded by then

@@ -17,11 +17,13 @@ def test_it_learns_by_heart_and_generates_what_its_exact_match_counts():
     net = make()
     images, labels = pictures(60)  # 20 to learn, 40 never seen
     optimizer = torch.optim.AdamW(net.parameters(), lr=6e-3, weight_decay=0.0)
+
     for _ in range(300):
         loss, _ = net.train()(images[:20], labels[:20])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
         with torch.no_grad():
             _, metrics = net.eval()(images, labels)
         exact = metrics["exact_match"] == 100
@@ -29,11 +31,13 @@ def test_it_learns_by_heart_and_generates_what_its_exact_match_counts():
             break
 
     said = net.generate(images)
-    right = [text == NAMES[label] for text, label in zip(said, labels.tolist(), strict=True)]
+    truth = [NAMES[label] for label in labels.tolist()]
+    right = [text == name for text, name in zip(said, truth, strict=True)]
     assert right == exact.tolist()
     assert exact[:20].all()
     assert not exact.all()
-    line = f"Q: What is it? A: {said[0]} (true: {NAMES[labels[0]]})"
+
+    line = f"Q: What is it? A: {said[0]} (true: {truth[0]})"
     assert net.show(images[:1], labels[:1]) == [line]
 
 
@@ -46,11 +50,16 @@ def test_fully_masked_rows_give_no_nan_forward_or_backward(dtype, device):
     net = make().to(device)
     ids = net.sequences[[0, 0]]
     ids[1] = vlm.PAD  # a sample of nothing but padding, beside one that begins with some
-    images = pictures(2)[0].to(device)
-    with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        logits = net.decoder(ids, net.image_tokens(images), ids.shape[1])
+    images, _ = pictures(2)
+
+    half = dtype != torch.float32
+    with torch.autocast(device, dtype, enabled=half):
+        image_tokens = net.image_tokens(images.to(device))
+        logits = net.decoder(ids, image_tokens, ids.shape[1])
     assert logits.isfinite().all()
-    (logits.float() ** 2).mean().backward()
+
+    loss = (logits.float() ** 2).mean()
+    loss.backward()
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 
@@ -61,22 +70,29 @@ def test_the_loss_counts_only_the_answer_and_each_image_once():
     net = make().eval()
     images, _ = pictures(3)
     labels = torch.tensor([1, 3, 9])
+
     seen = []
     net.decoder.head.register_forward_hook(lambda module, args, out: seen.extend(out))
     loss, metrics = net(images, labels)
-    answers = [torch.tensor([*NAMES[label].encode(), vlm.EOS]) for label in labels]
-    rows = zip(seen, answers, strict=True)
-    want = torch.stack([F.cross_entropy(row[-len(answer) :], answer) for row, answer in rows])
+
+    of_answers = []
+    for row, label in zip(seen, labels, strict=True):
+        answer = torch.tensor([*NAMES[label].encode(), vlm.EOS])
+        of_answers.append(F.cross_entropy(row[-len(answer) :], answer))
+    want = torch.stack(of_answers)
     torch.testing.assert_close(metrics["loss"], want, rtol=1e-5, atol=0)
     torch.testing.assert_close(loss, want.mean(), rtol=1e-5, atol=0)
 
 
 def test_a_sequence_beyond_max_length_loses_its_answer_and_not_the_run(monkeypatch):
-    net = make(max_length=1 + 4 + len(vlm.QUESTIONS[0]) + len("automobile") + 1)
+    longest = 1 + 4 + len(vlm.QUESTIONS[0]) + len("automobile") + 1
+    net = make(max_length=longest)
     long_question = 2 * len(NAMES)  # no room to answer
     monkeypatch.setattr(net, "choose", lambda labels: long_question + labels)
+
     loss, metrics = net(*pictures(4))
     loss.backward()
+
     assert loss.item() == 0
     assert not metrics["exact_match"].any()
     assert all(p.grad.isfinite().all() for p in net.parameters())
@@ -86,14 +102,18 @@ def test_training_asks_every_question_and_every_answer_is_true():
     net = make()
     labels = torch.arange(len(NAMES)).repeat(60)
     rows = net.sequences[net.choose(labels)]
+    image = [vlm.IMAGE] * net.image_length
+
     asked = set()
     for row, label in zip(rows.tolist(), labels.tolist(), strict=True):
         special = [t for t in row if t > 255 and t != vlm.PAD]
-        assert special == [vlm.BOS, *[vlm.IMAGE] * net.image_length, vlm.EOS]
+        assert special == [vlm.BOS, *image, vlm.EOS]
+
+        name = NAMES[label]
         text = bytes(t for t in row if t < 256).decode()
         about, _, said = text.removeprefix("Is this a ").partition("? ")
-        truth = "yes" if about == NAMES[label] else "no"
-        asked.add(said if said == truth else text.removesuffix(NAMES[label]))
+        truth = "yes" if about == name else "no"
+        asked.add(said if said == truth else text.removesuffix(name))
     assert asked == {*vlm.QUESTIONS, "yes", "no"}
 
 
@@ -107,21 +127,31 @@ def test_positions_are_exact_where_half_precision_miscounts(precision):
     positions = torch.arange(250, 2100)
     with policy.autocast():
         angles = net.decoder.angles(positions[None])
-    exact = positions.double()[:, None] * 10_000.0 ** -(torch.arange(4).double() / 4)
+
+    frequencies = 10_000.0 ** -(torch.arange(4).double() / 4)
+    exact = positions.double()[:, None] * frequencies
+    half = positions.to(torch.bfloat16).double()  # what is avoided
     for got, f in zip(angles, (torch.cos, torch.sin), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got[0, 0].double(), f(exact), rtol=0, atol=1e-3)
-        half = positions.to(torch.bfloat16).double()  # what is avoided
-        assert (f(half) - f(exact[:, 0])).abs().max() > 0.1
+        error = f(half) - f(exact[:, 0])
+        assert error.abs().max() > 0.1
 
 
 def test_generation_answers_a_long_question_says_no_when_there_is_no_room_and_writes_no_image():
     net = make(max_length=1024).eval()
     images, _ = pictures(2)
+
     with torch.autocast("cpu", torch.bfloat16):
-        assert len(net.generate(images, "x" * 600)) == 2
+        answers = net.generate(images, "x" * 600)
+        assert len(answers) == 2
         with pytest.raises(ValueError, match="no room to answer"):
             net.generate(images, "x" * 1024)
+
     image = torch.tensor([vlm.IMAGE])
-    net.decoder.register_forward_hook(lambda _, args, logits: logits.index_fill(-1, image, 1e4))
+
+    def wants_an_image(module, args, logits):
+        return logits.index_fill(-1, image, 1e4)
+
+    net.decoder.register_forward_hook(wants_an_image)
     assert len(net.generate(images)) == 2

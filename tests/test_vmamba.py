@@ -32,9 +32,11 @@ def assert_same_values_and_gradients(args, atol):
     doubles = [t.detach().double().requires_grad_() for t in args]
     y = selective_scan(*args)
     want = selective_scan_loop(*doubles)
+
     weights = torch.randn_like(want)
     slopes = torch.autograd.grad((y * weights).sum(), args)
     wanted = torch.autograd.grad((want * weights).sum(), doubles)
+
     got = [y, *slopes]
     exact = [want, *wanted]
     names = ("y", "u", "delta", "A", "B", "C", "D")
@@ -77,7 +79,9 @@ def test_extreme_decays_are_right_in_fp32_where_a_division_by_their_product_is_n
         delta.fill_(50.0 if exponent == "mixed" else -exponent)
         if exponent == "mixed":
             delta[:, :, ::2] = 1e-6
+
     assert_same_values_and_gradients(args, atol=2e-5)
+
     if exponent in (-50.0, "mixed"):
         decays = delta[..., None] * A[:, None, None]
         product = torch.exp(decays.cumsum(2))
@@ -89,11 +93,13 @@ def test_extreme_decays_are_right_in_fp32_where_a_division_by_their_product_is_n
 @both_devices
 def test_half_inputs_under_autocast_are_scanned_in_fp32(device):
     args = [t.detach().bfloat16() for t in inputs(1030, 2, torch.float32, device)]
-    with torch.autocast(device, torch.bfloat16):
-        y = selective_scan(*args)
-    assert y.dtype == torch.float32
     doubles = [t.double() for t in args]
     want = selective_scan_loop(*doubles)
+
+    with torch.autocast(device, torch.bfloat16):
+        y = selective_scan(*args)
+
+    assert y.dtype == torch.float32
     torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -102,7 +108,8 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_length_and_not_faster
         sizes = {}
 
         def pack(t):
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            storage = t.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
             return t
 
         args = inputs(L, 4, dtype=torch.float32)
@@ -111,15 +118,18 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_length_and_not_faster
         del y
         return sum(sizes.values())
 
-    assert 3.9 < kept(2048) / kept(512) <= 4.01
+    ratio = kept(2048) / kept(512)
+    assert 3.9 < ratio <= 4.01
 
 
 def test_a_state_forgets_within_10_to_1000_tokens_at_the_start():
     first_block = build("vmamba-test").layers[0][0]
     core = first_block.op.core
+
     dt = F.softplus(core.dt_projs_bias)
     assert 0.00099 < dt.min() < 0.01
     assert 0.01 < dt.max() < 0.101
+
     decays = torch.exp(core.A_logs[0, 0])
     torch.testing.assert_close(decays, torch.tensor([1.0, 2.0]))
 
@@ -134,23 +144,30 @@ def test_grown_activations_overflow_the_sum_of_directions_unless_it_is_an_island
             if name.endswith(("conv2d.weight", "x_proj", "in_proj.weight")):
                 p.mul_(30.0)
         net.train(training)  # published, the choice hung on this; here it must not matter
+
         with torch.autocast("cpu", torch.float16):
             out = net(images)
-        assert bool(out.isfinite().all()) == force_fp32
+
+        finite = bool(out.isfinite().all())
+        assert finite == force_fp32
 
 
 def two_nets():
     """25 tokens, and 9 in the second stage."""
     torch.manual_seed(0)
     small = {"num_classes": 3, "image_size": 20, "dims": (16, 24), "depths": (1, 1), "d_state": 2}
-    return [vmamba.VMamba(**small) for _ in range(2)], torch.randn(5, 3, 20, 20)
+    nets = [vmamba.VMamba(**small) for _ in range(2)]
+    images = torch.randn(5, 3, 20, 20)
+    return nets, images
 
 
 def test_it_is_exported_for_any_batch():
-    (net, _), x = two_nets()
+    nets, x = two_nets()
+    net = nets[0]
     batch = torch.export.Dim("batch", min=1, max=64)
     program = torch.export.export(net, (x[:3],), dynamic_shapes=({0: batch},))
     exported = program.module()
+
     got = exported(x)
     want = net(x)
     torch.testing.assert_close(got, want)
@@ -168,11 +185,16 @@ def test_torch_func_differentiates_it_for_each_image_and_stacks_its_nets():
     def loss(params, image):
         return torch.func.functional_call(net, params, (image[None],)).sum()
 
-    of_each = torch.vmap(torch.func.grad(loss), (None, 0))
-    slopes = of_each(dict(net.named_parameters()), x)
+    slopes_of_each = torch.vmap(torch.func.grad(loss), (None, 0))
+    slopes = slopes_of_each(dict(net.named_parameters()), x)
     summed = tuple(slope.sum(0) for slope in slopes.values())
     torch.testing.assert_close(summed, wanted, rtol=1e-3, atol=1e-5)
 
     params, _ = torch.func.stack_module_state(nets)  # decays are stacked, too
-    stacked = torch.vmap(lambda p: torch.func.functional_call(net, p, (x,)))(params)
-    torch.testing.assert_close(stacked, torch.stack([net(x) for net in nets]))
+
+    def logits(params):
+        return torch.func.functional_call(net, params, (x,))
+
+    stacked = torch.vmap(logits)(params)
+    of_each = torch.stack([net(x) for net in nets])
+    torch.testing.assert_close(stacked, of_each)

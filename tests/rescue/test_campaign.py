@@ -35,7 +35,8 @@ def outcome(ranks, precisions, folder):
     alone = ranks == 1
     ended = run_script(script, folder) if alone else run_ranks(script, folder, ranks)
     assert (folder / "cells.json").exists(), ended
-    return json.loads((folder / "cells.json").read_text())["cells"]
+    written = json.loads((folder / "cells.json").read_text())
+    return written["cells"]
 
 
 # Every fault in every precision: in two of them alone, in the others on one rank of two.
@@ -46,13 +47,16 @@ def test_every_cell_of_the_campaign_holds_and_the_judge_would_notice(ranks, prec
     assert len(cells) > 100
     broken = [c for c in cells if c["holds"] and not c["holds"].startswith("n/a")]
     assert not broken
+
     bad = [c for c in cells if (c["where"], c["kind"]) in campaign.BAD]
     caught = [c for c in bad if c.get("skipped")]
     assert len(caught) > 0.85 * len(bad), "most faults have to be caught, not harmless"
     if ranks == 2:  # rank-local faults are named with the rank they came from
         local = [c for c in caught if c["where"] in ("input", "label", "loss")]
         assert {c["rank"] for c in local} == {1}
-    first = {f"{c['where']} {c['kind']}": c for c in cells if c["precision"] == precisions[0]}
+
+    of_first_precision = [c for c in cells if c["precision"] == precisions[0]]
+    first = {f"{c['where']} {c['kind']}": c for c in of_first_precision}
     for name, changes in SPOILED.items():
         unseen = [x for x in changes if not campaign.judge(first[name] | x, ranks)]
         assert not unseen, name

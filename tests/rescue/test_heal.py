@@ -34,10 +34,13 @@ class Rootless(nn.Module):
 
     def __init__(self, classes, room=1000):
         super().__init__()
-        self.head, self.room, self.largest = nn.Linear(3072, classes), room, 0
+        self.head = nn.Linear(3072, classes)
+        self.room = room
+        self.largest = 0
 
     def forward(self, images):
-        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+        dtype = torch.get_autocast_dtype("cpu")
+        half = torch.is_autocast_enabled("cpu") and dtype == torch.float16
         if not half and self.training:
             if len(images) > self.room:
                 raise torch.OutOfMemoryError("planted")
@@ -68,17 +71,21 @@ def test_a_block_that_overflows_in_fp16_is_pinned_alone_and_the_run_ends_like_fp
     run, wide, capsys
 ):
     flags = ("--model", "wide", "--max-steps", 60)
-    precise = run(*flags, out="fp32")[1]
+    _, precise, _, _ = run(*flags, out="fp32")
     code, healed, _, lines = run(*flags, "--precision", "O1")
-    assert code == 0 and healed["healed"] == ["2"]
-    assert healed["skipped"] <= 4 and healed["updates"] == 60 - healed["skipped"]
+    assert code == 0
+    assert healed["healed"] == ["2"]
+    assert healed["skipped"] <= 4
+    assert healed["updates"] == 60 - healed["skipped"]
     assert healed["val_loss"] == pytest.approx(precise["val_loss"], abs=0.1)
     cure = events(lines, "cure")[0]
     assert (cure["verdict"], cure["module"]) == ("precision", "2")
     assert last_state(run)["pinned"] == ["2"]
-    resumed = run("--model", "wide", "--max-steps", 70, "--precision", "O1", "--resume", "auto")
-    assert resumed[1]["healed"] == ["2"]
-    assert not [line for line in events(resumed[3], "skip") if line["step"] > 60]
+
+    more = ("--max-steps", 70, "--precision", "O1", "--resume", "auto")
+    _, resumed, _, lines = run("--model", "wide", *more)
+    assert resumed["healed"] == ["2"]
+    assert not [line for line in events(lines, "skip") if line["step"] > 60]
 
     capsule = next(run.folder.glob("bad_step_*.pt"))
     capsys.readouterr()
@@ -98,24 +105,34 @@ def test_a_fault_outside_of_modules_ends_well_at_every_level_of_fp16(run, model,
     # Before the first validation last_good is of step 0, and of the level before.
     spec = "nan:param:head.weight@step=8"
     code, last, _, lines = run(*flags, "--max-steps", 9, "--inject", spec)
-    assert (code, last["status"]) == (0, "done") and last["precision"] in ("bf16", "fp32")
-    assert [cure["verdict"] for cure in acted(lines)] == ["precision", "weights"]
-    assert acted(lines)[0]["action"].endswith(f"the run goes on in {last['precision']}")
+
+    assert (code, last["status"]) == (0, "done")
+    assert last["precision"] in ("bf16", "fp32")
+    cures = acted(lines)
+    assert [cure["verdict"] for cure in cures] == ["precision", "weights"]
+    assert cures[0]["action"].endswith(f"the run goes on in {last['precision']}")
+
     state = last_state(run)
     assert state["model"]["head.weight"].dtype == torch.float32
     assert not any(optimizer.get("masters") for optimizer in state["optimizers"])
-    resumed = run(*flags, "--max-steps", last["steps"] + 4, "--resume", "auto")[1]
-    assert resumed["status"] == "done" and resumed["updates"] >= last["updates"] + 4
+
+    _, resumed, _, _ = run(*flags, "--max-steps", last["steps"] + 4, "--resume", "auto")
+    assert resumed["status"] == "done"
+    assert resumed["updates"] >= last["updates"] + 4
 
 
 def test_out_of_memory_after_a_demotion_halves_the_micro_batch_and_keeps_the_batch(run, model):
     nets = model("roomy", lambda classes: Rootless(classes, room=10))
     flags = ("--model", "roomy", "--precision", "O1", "--eval-precision", "same")
     code, last, _, lines = run(*flags)
-    assert code == 0 and last["precision"] in ("bf16", "fp32")
+
+    assert code == 0
+    assert last["precision"] in ("bf16", "fp32")
     warned = [line["text"] for line in events(lines, "warning")]
     assert any("from now on 4 micro-batches" in text for text in warned)
-    assert nets[0].largest == 10 and last["updates"] > 5 and last_state(run)["accum"] == 4
+    assert nets[0].largest == 10
+    assert last["updates"] > 5
+    assert last_state(run)["accum"] == 4
 
 
 @pytest.mark.parametrize("hunting", [False, True])
@@ -130,8 +147,10 @@ def test_a_step_that_is_vetoed_for_ever_ends_with_a_sentence(run, monkeypatch, h
     monkeypatch.setattr(train, "train_step", vetoed)
     spec = ("--inject", "nan:grad:head.weight@step=4") if hunting else ()
     code, last, error, _ = run(*spec)
+
     assert (code, last["status"], last["updates"]) == (1, "failed", 5 - hunting)
-    assert "step 6 did not fit into memory in 6 attempts" in error and "Traceback" not in error
+    assert "step 6 did not fit into memory in 6 attempts" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("indices, said", [([3], "never drawn again"), ([], "passed over")])
@@ -140,7 +159,9 @@ def test_only_samples_that_were_named_are_said_to_be_left_out(indices, said):
     stream = SimpleNamespace(leave_out=left_out.update)
     run = Run(args=SimpleNamespace(max_cures=8), stream=stream)
     report = Report(verdict=Verdict.DATA, step=9, indices=indices)
-    assert heal.respond(run, report).action.endswith(said) and left_out == set(indices)
+    cure = heal.respond(run, report)
+    assert cure.action.endswith(said)
+    assert left_out == set(indices)
 
 
 ANSWERED = ("precision", "data", "weights", "divergence", "compiler")
@@ -168,26 +189,33 @@ def test_bad_labels_are_each_named_kept_out_for_good_and_end_the_run_when_they_a
     spec = ";".join(f"big:label@step={step}" for step in steps)
     flags = ("--model", "mlp", "--max-steps", 122, "--precision", "bf16", "--inject", spec)
     code, last, _, lines = run(*flags)
+
     assert (code, last["status"]) == (4, "bad data")
     cures = events(lines, "cure")
     assert [(cure["of_step"], cure["verdict"]) for cure in cures] == [(n, "data") for n in steps]
     named = [sample for cure in cures for sample in cure["samples"]]
-    assert len(named) == 4 and last["quarantined"] == sorted(named)
+    assert len(named) == 4
+    assert last["quarantined"] == sorted(named)
     assert last_state(run)["quarantine"] == sorted(named[:2]), "it is of step 110"
 
 
 def test_samples_in_quarantine_are_never_drawn():
     images = torch.zeros(400, 3, 8, 8, dtype=torch.uint8)
-    stream = batches.TrainBatches(images, torch.zeros(400, dtype=torch.long), batch_size=40)
+    labels = torch.zeros(400, dtype=torch.long)
+    stream = batches.TrainBatches(images, labels, batch_size=40)
     stream.leave_out({3, 4, 77})
-    drawn = {i for step in range(20) for i in stream.indices(step).tolist()}  # two epochs
+    drawn = set()
+    for step in range(20):  # two epochs
+        drawn.update(stream.indices(step).tolist())
     assert drawn == set(range(400)) - {3, 4, 77}
 
 
 def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
     spec = "nan:act:groups.1@step=6..8"
     code, last, _, lines = run("--inject", spec, "--precision", "bf16", "--ckpt-every", 5)
-    assert code == 0 and last["skipped"] == 3
+
+    assert code == 0
+    assert last["skipped"] == 3
     cure = acted(lines)[0]
     assert (cure["verdict"], cure["step"]) == ("divergence", 8)
     assert "learning rate x 0.5" in cure["action"]
@@ -198,8 +226,10 @@ def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
 def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run):
     spec = "inf:act:groups.1@step=3..400"
     code, last, _, lines = run("--inject", spec, "--max-steps", 200, "--max-cures", 3)
-    assert (code, last["status"]) == (3, "diverged") and len(acted(lines)) == 4
-    assert math.isfinite(last_state(run)["model"]["head.weight"].sum())
+    assert (code, last["status"]) == (3, "diverged")
+    assert len(acted(lines)) == 4
+    weights = last_state(run)["model"]
+    assert math.isfinite(weights["head.weight"].sum())
 
 
 def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, mlp, monkeypatch):
@@ -207,9 +237,11 @@ def test_a_run_that_was_healed_by_eager_mode_resumes_in_eager_mode(run, mlp, mon
     flags = ("--model", "mlp", "--compile", "--max-steps")
     code, last, _, _ = run(*flags, 60)  # the 50 steps after a bad one are eager in any case
     assert (code, last["status"], last["healed"]) == (0, "done", ["eager mode"])
+
     calls = len(campaign.CALLS)  # of compiled code
-    resumed = run(*flags, 64, "--resume", "auto")[1]
-    assert resumed["updates"] == last["updates"] + 4 and len(campaign.CALLS) == calls
+    _, resumed, _, _ = run(*flags, 64, "--resume", "auto")
+    assert resumed["updates"] == last["updates"] + 4
+    assert len(campaign.CALLS) == calls
 
 
 # --- Going on at another level
@@ -221,22 +253,28 @@ def test_a_run_goes_on_at_another_level_with_the_weights_it_had(
 ):
     flags = ("--model", "mlp", "--adam-eps", 1e-4)
     run(*flags, "--precision", first, "--max-steps", 6)
-    saved, seen, restore = last_state(run)["model"], {}, train.resume.restore
+    saved = last_state(run)["model"]
     if first == "O2":  # the masters, not the half weights
         assert any(not torch.equal(weight, weight.half().float()) for weight in saved.values())
+
+    seen = {}
+    restore = train.resume.restore
 
     def watched(run, state):
         restore(run, state)
         masters = train.optim.master_params(run.optimizers)
-        seen.update({name: masters[p].clone() for name, p in run.net.named_parameters()})
+        for name, p in run.net.named_parameters():
+            seen[name] = masters[p].clone()
 
     monkeypatch.setattr(train.resume, "restore", watched)
-    flags = (*flags, "--precision", second, "--max-steps", 12, "--resume", "auto")
-    code, last, _, _ = run(*flags)
+    more = ("--precision", second, "--max-steps", 12, "--resume", "auto")
+    code, last, _, _ = run(*flags, *more)
+
     assert (code, last["steps"], last["precision"]) == (0, 12, second)
-    assert same(seen, {name: weight.float() for name, weight in saved.items()})
-    half = torch.float16 if second == "O2" else torch.float32
-    assert {p.dtype for p in mlp[-1].parameters()} == {half}
+    wanted = {name: weight.float() for name, weight in saved.items()}
+    assert same(seen, wanted)
+    dtype = torch.float16 if second == "O2" else torch.float32
+    assert {p.dtype for p in mlp[-1].parameters()} == {dtype}
 
 
 # --- Capsules
@@ -254,15 +292,21 @@ def test_a_hostile_or_foreign_capsule_is_refused_in_one_sentence(run, wide, tmp_
         "foreign": {"weights": torch.zeros(1)},
         "empty": whole | {"model": {}},
         "fork": whole | {"model_name": "of_a_fork"},
-        **{f"no_{key}": {k: v for k, v in whole.items() if k != key} for key in whole},
     }
+    for left_out in whole:
+        rest = {key: value for key, value in whole.items() if key != left_out}
+        capsules[f"no_{left_out}"] = rest
     for name, capsule in capsules.items():
         torch.save(capsule, tmp_path / f"{name}.pt")
     (tmp_path / "text.pt").write_text("this is no capsule")
+
     for name in (*capsules, "text", "missing"):
         with pytest.raises(SystemExit) as left:
             train.main(["--replay", str(tmp_path / f"{name}.pt")])
+
         printed = capsys.readouterr()
-        assert left.value.code == 2 and name in printed.err, printed.err
-        assert len(printed.err.strip().splitlines()) == 1 and "weights_only" not in printed.err
+        assert left.value.code == 2, printed.err
+        assert name in printed.err
+        assert len(printed.err.strip().splitlines()) == 1
+        assert "weights_only" not in printed.err
         assert "this code was run" not in printed.out

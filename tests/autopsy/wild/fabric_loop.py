@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 asked = set(sys.argv[1:])
-fabric = lightning.Fabric(
-    accelerator="cpu", devices=1, precision="bf16-mixed" if "bf16" in asked else "32-true"
-)
+precision = "bf16-mixed" if "bf16" in asked else "32-true"
+fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
 fabric.launch()
 fabric.seed_everything(0)
 
@@ -29,19 +28,25 @@ class Net(nn.Module):
         return logits
 
 
-x, y = torch.randn(96, 8), torch.arange(96) % 4
+x = torch.randn(96, 8)
+y = torch.arange(96) % 4
 if "nan-data" in asked:
     x[41, 3] = float("nan")
 if "no-label" in asked:
     y[40:48] = -100
+
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+
 net = Net()
-optimizer = torch.optim.SGD(net.parameters(), lr=1e15 if "rate" in asked else 0.05, momentum=0.9)
+rate = 1e15 if "rate" in asked else 0.05
+optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
 net, optimizer = fabric.setup(net, optimizer)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
 loader = fabric.setup_dataloaders(loader)
 if "nan-weight" in asked:
     with torch.no_grad():
         net.decoder[2].weight.data[1, 2] = float("nan")  # nan-weight
+
 every = 2 if "accumulate" in asked else 1
 for i, (inputs, targets) in enumerate(loader):
     with fabric.no_backward_sync(net, enabled=(i + 1) % every != 0):
@@ -55,6 +60,7 @@ for i, (inputs, targets) in enumerate(loader):
         else:
             loss = F.cross_entropy(outputs, targets)  # loss
         fabric.backward(loss / every)
+
     if (i + 1) % every == 0:
         fabric.clip_gradients(net, optimizer, max_norm=1.0)
         optimizer.step()

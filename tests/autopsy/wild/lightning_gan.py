@@ -32,18 +32,21 @@ class GAN(lightning.LightningModule):
         else:
             noise = torch.randn(len(real), 4)
         fake = self.G(noise)
+
         self.toggle_optimizer(d_opt)
         d_loss = self.likely(self.D(real), True) + self.likely(self.D(fake.detach()), False)
         d_opt.zero_grad()
         self.manual_backward(d_loss)
         d_opt.step()
         self.untoggle_optimizer(d_opt)
+
         self.toggle_optimizer(g_opt)
         g_loss = self.likely(self.D(fake), True)
         g_opt.zero_grad()
         self.manual_backward(g_loss)
         g_opt.step()
         self.untoggle_optimizer(g_opt)
+
         self.log_dict({"g_loss": g_loss, "d_loss": d_loss}, prog_bar=True)
         print("loss", d_loss.item().hex(), g_loss.item().hex())
 

@@ -23,14 +23,19 @@ model = nn.Sequential(
 if "qat" in asked:
     base = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4)
     quantize_(model, QATConfig(base, step="prepare"))
+
 kind = {"4bit": AdamW4bit, "fp8": AdamWFp8}
 chosen = [kind[name] for name in asked & kind.keys()] or [AdamW8bit]
-optimizer = chosen[0](model.parameters(), lr=1e15 if "rate" in asked else 1e-3)
-x, y = torch.randn(96, 64), torch.arange(96) % 4
+rate = 1e15 if "rate" in asked else 1e-3
+optimizer = chosen[0](model.parameters(), lr=rate)
+
+x = torch.randn(96, 64)
+y = torch.arange(96) % 4
 if "nan-data" in asked:
     x[41, 3] = float("nan")  # nan-data
 if "no-label" in asked:
     y[40:48] = -100
+
 for i in range(0, 96, 8):
     output = model(x[i : i + 8])  # model
     if "log0" in asked:
