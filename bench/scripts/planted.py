@@ -577,7 +577,7 @@ tells(
         "no grad": "no gradient has reached body.weight, body.bias ... runs under torch.no_grad()",
         "all frozen": "none of its 4 parameters had a gradient ... requires_grad is False for each",
         "replaced": "head.weight, head.bias got gradients ... holds 2 tensors that no module holds",
-        "twice": "Linear.weight, Linear.bias got gradients ... two optimizers hold Net.body.weight",
+        "twice": "Linear.weight, Linear.bias got gradients ... both hold Net.body.weight",
         "no step": "Adam has made no step, though body.weight ... does the script reach step()?",
         "flattened": "step 90: the loss jumped ... Row 3 of 8 (from 0) carries it",
         "label": "step 150: the loss jumped ... Row 5 of 8 ... In int64[8] they hold 0: right?",
