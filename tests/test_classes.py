@@ -42,6 +42,7 @@ def test_two_ranks_say_of_the_classes_what_one_says(run, mlp, tmp_path, image_fo
     flags = ("--max-steps", 8, "--adam-eps", 1e-2, "--batch-size", 40)
     _, _, _, alone = run("--model", "mlp", *flags, out="one")
     _, both, _ = two_ranks(tmp_path, image_folder, *flags)
+
     one = events(alone, "classes")[-1]
     two = events(both, "classes")[-1]
     assert one["confusion"] == two["confusion"]
@@ -64,7 +65,8 @@ def test_odd_names_are_drawn_without_a_word(tmp_path, capfd):
 def test_balanced_weights_give_a_rare_class_the_gradient_of_a_common_one():
     labels = torch.tensor([0] * 90 + [1] * 9 + [2])
     factors = classes.weights(labels, 3)
-    assert factors[labels].mean() == pytest.approx(1)
+    of_samples = factors[labels]
+    assert of_samples.mean() == pytest.approx(1)
     of_class = factors * labels.bincount()
     torch.testing.assert_close(of_class, of_class[[0, 0, 0]], rtol=0, atol=1e-5)
 
@@ -81,11 +83,18 @@ def test_balanced_weights_give_a_rare_class_the_gradient_of_a_common_one():
 
 
 def test_class_weights_reach_the_run_or_are_refused(run):
-    assert run("--class-weights", "balanced", "--max-steps", 2)[0] == 0
-    refused(run("--class-weights", "balanced", "--model", "dit-test", out="b"), "--class-weights")
+    code, *_ = run("--class-weights", "balanced", "--max-steps", 2)
+    assert code == 0
+
+    ended = run("--class-weights", "balanced", "--model", "dit-test", out="b")
+    refused(ended, "--class-weights")
+
+    numbers = torch.rand(3)
     with pytest.raises(ValueError, match="numbers"):
-        classes.weights(torch.rand(3), 3)
-    assert wrap(torch.nn.Linear(2, 2)).class_weights is None
+        classes.weights(numbers, 3)
+
+    plain = wrap(torch.nn.Linear(2, 2))
+    assert plain.class_weights is None
 
 
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch):
@@ -93,10 +102,12 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch):
     run = Run(total_steps=100, log=SimpleNamespace(say=said.append))
     monkeypatch.setattr(progress.time, "monotonic", lambda: float(run.step))  # a second a step
     run.step = 0
+
     lines = progress.Lines(run)
     for run.step in range(1, 100):
         lines.set_postfix({"loss": f"{run.step}", "scale": "1"})
         lines.update()
+
     assert said == [
         "step 30 of 100, 0:01:10 left  loss 30",
         "step 60 of 100, 0:00:40 left  loss 60",
