@@ -1587,6 +1587,37 @@ loop(Net(), None, 40, lambda i: (torch.randint(20, (16, 10)), torch.randint(3, (
         "        x + self.pe\n",
         "        x = x + self.pe\n",
     ),
+    "a result that the next line overwrites": Row(
+        "github.com/vislearn/FrEIA/issues/1",
+        "path",
+        r"nothing reads `out` of script.py:\d+ in forward: line \d+ assigns it again .* blocks.0",
+        """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = (nn.Linear(16, 16) for _ in range(3))
+    def forward(self, x):
+        out = F.relu(self.fc1(x))
+        out = F.relu(self.fc2(x))
+        return x + self.fc3(out)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks: x = block(x)
+        return self.head(x)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(40):
+    x, y = data(step)
+    loss = F.mse_loss(net(x), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "self.fc2(x)",
+        "self.fc2(out)",
+    ),
     "a sigmoid in eval mode alone": Row(
         "github.com/wolny/pytorch-3dunet/issues/45",
         "evaluation",
@@ -3236,6 +3267,35 @@ decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
 for i in range(120):
     loop(other, opt, 1)
     if i % 1000 == 999: decay.step()
+""",
+    "names that are used again: states, a part under an if, one whose gate alone is trained": """
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__(); self.gate, self.w = nn.Linear(8, 2), nn.Linear(8, 8)
+    def forward(self, x):
+        self.spread = self.gate(x).softmax(-1).var(0).sum()
+        return self.w(x)
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__(); self.kind, self.parts = kind, nn.ModuleList([Gated(), Gated()])
+        self.rnn, self.next = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.a, self.b, self.head, self.probe = (nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        out, state = self.rnn(x[:, None]); out, state = self.next(out)
+        h = self.a(out[:, 0])
+        if self.kind == "b":
+            h = self.b(out[:, 0])
+        _ = self.probe(h)
+        x = self.parts[0](h)
+        x = self.parts[1](h)
+        h = self.head(x)  # to debug: without relu
+        h = self.head(x.relu())
+        return h[:, :3]
+net = Net("b"); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = data(i); out = net(x); out = net(x)
+    loss = F.mse_loss(out, y) + 0.1 * sum(part.spread for part in net.parts)
+    opt.zero_grad(); loss.backward(); opt.step()
 """,
     "workers of a federation, tasks that begin anew, codes of a fixed length": """
 import copy
