@@ -68,6 +68,29 @@ net = mlp(); train(net, torch.optim.Adam(net.parameters(), 1e-3))
         "        net.zero_grad()\n",
         "",
     ),
+    "steps where a remainder is left": Row(
+        "github.com/eriklindernoren/PyTorch-YOLOv3/pull/313",
+        "order",
+        r"Adam at script.py:\d+ in <module> steps after 3 of 4 backward passes, .* `done % n == 0`",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+x, y = data(0, 256); n = 4
+loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(4):
+    net.train()
+    for k, (a, b) in enumerate(loader):
+        done = epoch * len(loader) + k
+        loss = F.mse_loss(net(a), b)
+        loss.backward()
+        if done % n:
+            opt.step()
+            opt.zero_grad()
+    with torch.no_grad(): print(epoch, F.mse_loss(net(x), y).item())
+""",
+        "if done % n:",
+        "if done % n == 0:",
+    ),
     "clipped before unscale_": Row(
         "github.com/milesial/Pytorch-UNet/issues/468",
         "order",
@@ -3267,6 +3290,32 @@ decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
 for i in range(120):
     loop(other, opt, 1)
     if i % 1000 == 999: decay.step()
+""",
+    "remainders around a step: else, not, continue, two optimizers, a clear each time": """
+def step(net, opt, i):
+    x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(120):
+    step(net, opt, i)
+    if not i % 4: opt.step(); opt.zero_grad()
+for i in range(120):
+    step(net, opt, i)
+    if (i + 1) % 4: continue
+    opt.step(); opt.zero_grad()
+for i in range(120):
+    step(net, opt, i)
+    if i % 4 == 3: opt.step(); opt.zero_grad()
+    if i % 10: print(i)
+a, b = mlp(), mlp(); of_a = torch.optim.SGD(a.parameters(), 0.1)
+of_b = torch.optim.SGD(b.parameters(), 0.1)
+for i in range(120):
+    step(a, of_a, i); of_a.step(); of_a.zero_grad(); of_b.zero_grad(); step(b, of_b, i)
+    if i % 5: of_b.step()
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(120):
+    if i % 8: step(net, opt, i); opt.step(); opt.zero_grad()
+    else:
+        with torch.no_grad(): print(F.mse_loss(net(data(0)[0]), data(0)[1]))
 """,
     "names that are used again: states, a part under an if, one whose gate alone is trained": """
 class Gated(nn.Module):

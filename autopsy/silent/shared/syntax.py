@@ -1,7 +1,8 @@
 """
 Syntax: what does Python read in a file of the script?
 
-not_called.py, one_in_list.py, overwritten.py and unused.py ask which statement stands on a line.
+not_called.py, one_in_list.py, overwritten.py, remainder.py and unused.py ask which statement stands
+on a line.
 """
 
 import ast
