@@ -68,6 +68,29 @@ net = mlp(); train(net, torch.optim.Adam(net.parameters(), 1e-3))
         "        net.zero_grad()\n",
         "",
     ),
+    "steps where a remainder is left": Row(
+        "github.com/eriklindernoren/PyTorch-YOLOv3/pull/313",
+        "order",
+        r"Adam at script.py:\d+ in <module> steps after 3 of 4 backward passes, .* `done % n == 0`",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+x, y = data(0, 256); n = 4
+loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(4):
+    net.train()
+    for k, (a, b) in enumerate(loader):
+        done = epoch * len(loader) + k
+        loss = F.mse_loss(net(a), b)
+        loss.backward()
+        if done % n:
+            opt.step()
+            opt.zero_grad()
+    with torch.no_grad(): print(epoch, F.mse_loss(net(x), y).item())
+""",
+        "if done % n:",
+        "if done % n == 0:",
+    ),
     "clipped before unscale_": Row(
         "github.com/milesial/Pytorch-UNet/issues/468",
         "order",
@@ -1602,6 +1625,37 @@ loop(Net(), None, 40, lambda i: (torch.randint(20, (16, 10)), torch.randint(3, (
 """,
         "        x + self.pe\n",
         "        x = x + self.pe\n",
+    ),
+    "a result that the next line overwrites": Row(
+        "github.com/vislearn/FrEIA/issues/1",
+        "path",
+        r"nothing reads `out` of script.py:\d+ in forward: line \d+ assigns it again .* blocks.0",
+        """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = (nn.Linear(16, 16) for _ in range(3))
+    def forward(self, x):
+        out = F.relu(self.fc1(x))
+        out = F.relu(self.fc2(x))
+        return x + self.fc3(out)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks: x = block(x)
+        return self.head(x)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(40):
+    x, y = data(step)
+    loss = F.mse_loss(net(x), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "self.fc2(x)",
+        "self.fc2(out)",
     ),
     "a sigmoid in eval mode alone": Row(
         "github.com/wolny/pytorch-3dunet/issues/45",
@@ -3252,6 +3306,61 @@ decay = torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
 for i in range(120):
     loop(other, opt, 1)
     if i % 1000 == 999: decay.step()
+""",
+    "remainders around a step: else, not, continue, two optimizers, a clear each time": """
+def step(net, opt, i):
+    x, y = data(i); (F.mse_loss(net(x), y) / 4).backward()
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(120):
+    step(net, opt, i)
+    if not i % 4: opt.step(); opt.zero_grad()
+for i in range(120):
+    step(net, opt, i)
+    if (i + 1) % 4: continue
+    opt.step(); opt.zero_grad()
+for i in range(120):
+    step(net, opt, i)
+    if i % 4 == 3: opt.step(); opt.zero_grad()
+    if i % 10: print(i)
+a, b = mlp(), mlp(); of_a = torch.optim.SGD(a.parameters(), 0.1)
+of_b = torch.optim.SGD(b.parameters(), 0.1)
+for i in range(120):
+    step(a, of_a, i); of_a.step(); of_a.zero_grad(); of_b.zero_grad(); step(b, of_b, i)
+    if i % 5: of_b.step()
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(120):
+    if i % 8: step(net, opt, i); opt.step(); opt.zero_grad()
+    else:
+        with torch.no_grad(): print(F.mse_loss(net(data(0)[0]), data(0)[1]))
+""",
+    "names that are used again: states, a part under an if, one whose gate alone is trained": """
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__(); self.gate, self.w = nn.Linear(8, 2), nn.Linear(8, 8)
+    def forward(self, x):
+        self.spread = self.gate(x).softmax(-1).var(0).sum()
+        return self.w(x)
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__(); self.kind, self.parts = kind, nn.ModuleList([Gated(), Gated()])
+        self.rnn, self.next = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.a, self.b, self.head, self.probe = (nn.Linear(8, 8) for _ in range(4))
+    def forward(self, x):
+        out, state = self.rnn(x[:, None]); out, state = self.next(out)
+        h = self.a(out[:, 0])
+        if self.kind == "b":
+            h = self.b(out[:, 0])
+        _ = self.probe(h)
+        x = self.parts[0](h)
+        x = self.parts[1](h)
+        h = self.head(x)  # to debug: without relu
+        h = self.head(x.relu())
+        return h[:, :3]
+net = Net("b"); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = data(i); out = net(x); out = net(x)
+    loss = F.mse_loss(out, y) + 0.1 * sum(part.spread for part in net.parts)
+    opt.zero_grad(); loss.backward(); opt.step()
 """,
     "workers of a federation, tasks that begin anew, codes of a fixed length": """
 import copy

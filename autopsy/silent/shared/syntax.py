@@ -1,8 +1,8 @@
 """
 Syntax: what does Python read in a file of the script?
 
-not_called.py, one_in_list.py and unused.py ask which statement stands on a line. not_called.py and
-shuffled_apart.py read whole files.
+Some checks ask which statement stands on a line (not_called.py, one_in_list.py, overwritten.py,
+remainder.py, unused.py), some read whole files (not_called.py, shuffled_apart.py).
 """
 
 import ast
