@@ -695,6 +695,37 @@ with torch.no_grad(): print((ema(3 * labels(0)[0] + 2).argmax(1) == labels(0)[1]
         "        pass\n",
         "        for e, b in zip(ema.buffers(), net.buffers()): e.copy_(b)\n",
     ),
+    "an average within a wrapper, without the running statistics": Row(
+        "github.com/lucidrains/ema-pytorch/issues/8",
+        "state",
+        r"average of weights is evaluated at script.py:\d+ in validate .*slow.body.1.running_mean",
+        """
+class Slow(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.fast, self.body = [net], copy.deepcopy(net).requires_grad_(False)
+    @torch.no_grad()
+    def follow(self):
+        for s, p in zip(self.body.parameters(), self.fast[0].parameters()): s.lerp_(p, 0.1)
+        for s, b in zip(self.body.buffers(), self.fast[0].parameters()): pass
+    def forward(self, x): return self.body(x)
+def validate(*nets):
+    x, y = labels(999, 200)
+    for net in nets:
+        net.eval()
+        with torch.no_grad(): print((net(3 * x + 2).argmax(1) == y).float().mean())
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+slow = Slow(net); opt = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+for epoch in range(4):
+    net.train()
+    for i in range(30):
+        x, y = labels(30 * epoch + i); loss = F.cross_entropy(net(3 * x + 2), y)
+        opt.zero_grad(); loss.backward(); opt.step(); slow.follow()
+    validate(net, slow)
+""",
+        "self.fast[0].parameters()): pass",
+        "self.fast[0].buffers()): s.copy_(b)",
+    ),
     "the optimizer before the layers are exchanged": Row(
         "github.com/hustzxd/EfficientPyTorch/issues/1",
         "state",
