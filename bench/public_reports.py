@@ -1019,6 +1019,37 @@ for epoch in range(4):
         "torch.manual_seed(7 + worker)",
         "torch.manual_seed(torch.initial_seed() + worker)",
     ),
+    "a generator that each worker copies": Row(
+        "github.com/albumentations-team/AlbumentationsX/issues/266",
+        "data",
+        r"each worker of .* script.py:\d+ .*same copy of Moved.dataset.change.steps\[1\].r, and",
+        """
+import random
+from torch.utils.data import DataLoader, Dataset, Subset
+class Jitter:
+    def __init__(self, seed): self.r = random.Random(seed)
+    def __call__(self, x): return x * self.r.uniform(0.8, 1.2) + self.r.choice([-0.1, 0.1])
+class Steps:
+    def __init__(self, *steps): self.steps = steps
+    def __call__(self, x):
+        for step in self.steps: x = step(x)
+        return x
+class Pairs(Dataset):
+    def __init__(self, change): self.change, (self.x, self.y) = change, data(0, 120)
+    def __len__(self): return 120
+    def __getitem__(self, i): return self.change(self.x[i]), self.y[i]
+class Moved(Subset): pass
+def begin(worker): pass
+train = Moved(Pairs(Steps(torch.clone, Jitter(1))), range(96))
+load = DataLoader(train, 12, shuffle=True, num_workers=2, worker_init_fn=begin)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+for epoch in range(4):
+    for x, y in load:
+        loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "def begin(worker): pass",
+        "def begin(worker): train.dataset.change.steps[1].r.seed(torch.initial_seed())",
+    ),
     "a seed for pictures before each epoch": Row(
         "github.com/huggingface/diffusers/issues/175",
         "data",
