@@ -734,6 +734,37 @@ with torch.no_grad(): print((ema(3 * labels(0)[0] + 2).argmax(1) == labels(0)[1]
         "        pass\n",
         "        for e, b in zip(ema.buffers(), net.buffers()): e.copy_(b)\n",
     ),
+    "an average within a wrapper, without the running statistics": Row(
+        "github.com/lucidrains/ema-pytorch/issues/8",
+        "state",
+        r"average of weights is evaluated at script.py:\d+ in validate .*slow.body.1.running_mean",
+        """
+class Slow(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.fast, self.body = [net], copy.deepcopy(net).requires_grad_(False)
+    @torch.no_grad()
+    def follow(self):
+        for s, p in zip(self.body.parameters(), self.fast[0].parameters()): s.lerp_(p, 0.1)
+        for s, b in zip(self.body.buffers(), self.fast[0].parameters()): pass
+    def forward(self, x): return self.body(x)
+def validate(*nets):
+    x, y = labels(999, 200)
+    for net in nets:
+        net.eval()
+        with torch.no_grad(): print((net(3 * x + 2).argmax(1) == y).float().mean())
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+slow = Slow(net); opt = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+for epoch in range(4):
+    net.train()
+    for i in range(30):
+        x, y = labels(30 * epoch + i); loss = F.cross_entropy(net(3 * x + 2), y)
+        opt.zero_grad(); loss.backward(); opt.step(); slow.follow()
+    validate(net, slow)
+""",
+        "self.fast[0].parameters()): pass",
+        "self.fast[0].buffers()): s.copy_(b)",
+    ),
     "the optimizer before the layers are exchanged": Row(
         "github.com/hustzxd/EfficientPyTorch/issues/1",
         "state",
@@ -1027,6 +1058,37 @@ for epoch in range(4):
         "torch.manual_seed(7 + worker)",
         "torch.manual_seed(torch.initial_seed() + worker)",
     ),
+    "a generator that each worker copies": Row(
+        "github.com/albumentations-team/AlbumentationsX/issues/266",
+        "data",
+        r"each worker of .* script.py:\d+ .*same copy of Moved.dataset.change.steps\[1\].r, and",
+        """
+import random
+from torch.utils.data import DataLoader, Dataset, Subset
+class Jitter:
+    def __init__(self, seed): self.r = random.Random(seed)
+    def __call__(self, x): return x * self.r.uniform(0.8, 1.2) + self.r.choice([-0.1, 0.1])
+class Steps:
+    def __init__(self, *steps): self.steps = steps
+    def __call__(self, x):
+        for step in self.steps: x = step(x)
+        return x
+class Pairs(Dataset):
+    def __init__(self, change): self.change, (self.x, self.y) = change, data(0, 120)
+    def __len__(self): return 120
+    def __getitem__(self, i): return self.change(self.x[i]), self.y[i]
+class Moved(Subset): pass
+def begin(worker): pass
+train = Moved(Pairs(Steps(torch.clone, Jitter(1))), range(96))
+load = DataLoader(train, 12, shuffle=True, num_workers=2, worker_init_fn=begin)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+for epoch in range(4):
+    for x, y in load:
+        loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "def begin(worker): pass",
+        "def begin(worker): train.dataset.change.steps[1].r.seed(torch.initial_seed())",
+    ),
     "a seed for pictures before each epoch": Row(
         "github.com/huggingface/diffusers/issues/175",
         "data",
@@ -1045,6 +1107,31 @@ for epoch in range(5):
 """,
         "    torch.manual_seed(0); x = torch.randn(16, 8)",
         "    x = torch.randn(16, 8)",
+    ),
+    "a mask of 0 and 255 in an overlap": Row(
+        "github.com/mateuszbuda/brain-segmentation-pytorch/issues/36",
+        "loss",
+        r"the loss at script.py:\d+ in <module> .*mask of 0 and 255: .*divide the mask by 255",
+        """
+def masks(i):
+    g = torch.Generator().manual_seed(i)
+    inside = torch.rand(8, 2, 12, 12, generator=g).cumsum(2) > 4
+    noise = torch.randn(8, 2, 12, 12, generator=g)
+    return inside.float() + noise / 2, inside.to(torch.uint8) * 255
+def read(mask): return mask.float()
+def overlap(p, mask):
+    both = (p * mask).flatten(2).sum(-1)
+    whole = p.flatten(2).sum(-1) + mask.flatten(2).sum(-1)
+    return (2 * both + 1) / (whole + 1)
+net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1), nn.Sigmoid())
+opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(80):
+    x, mask = masks(i)
+    loss = (1 - overlap(net(x), read(mask))).mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "return mask.float()",
+        "return mask.float() / 255",
     ),
     "a softmax over the queries of attention": Row(
         "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/146",

@@ -9,19 +9,25 @@ an optimizer nor by hand (as those of an average do). A norm without weights of 
 else to learn.
 
 A loop over parameters() averages weights, and no running statistic: those are buffers. Told is a
-module whose weights the script writes by hand, that is evaluated in eval mode, and none of whose
-statistics was ever moved from 0 and 1, while a module of the same class has others.
+module whose weights the script writes by hand after a step, and no optimizer, that is evaluated in
+eval mode, alone or within another module, and none of whose statistics was ever moved from 0 and 1,
+while a module of the same class, with tensors of the same names and shapes, has others.
 """
 
 import re
+from contextlib import contextmanager
 from itertools import pairwise
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ...frames import code_of, line_now, script_frames_now
+from ...frames import code_of, line_now, line_of, script_frames_now
+from ...modes import is_compiled
 from ...tensors import few, is_sharded, running_statistics, storage_of
 from ...watch.events import Events
+from ...watch.hooks import without_modes
+from ...watch.interrupts import no_evidence
 
 OFTEN = 3  # reads
 EARLY = 8  # steps in which writes are noted
@@ -37,24 +43,65 @@ class FrozenStatistics(Events):
         self.reads = WeakKeyDictionary()  # part: (norms of statistics, of weights) at each read
         self.is_meant = False  # does the script adapt the statistics alone?
         self.written = WeakSet()  # storages of weights
-        self.looks = WeakKeyDictionary()  # averages: how often they were looked at
-        self.averages = {}  # names of statistics: line
+        self.calls = WeakKeyDictionary()  # outermost modules: evaluations since
+        self.known = WeakSet()  # averages, and all within them
+        self.averages = {}  # names of statistics: (line, reference to the average)
 
     def wrote(self, line, weights, name, given):
-        if self.recorder.steps < EARLY and name not in BEGINS:
+        if 0 < self.recorder.steps < EARLY and name not in BEGINS:
             self.written.update(map(storage_of, weights))
 
     def evaluated(self, module):
-        looks = self.looks.get(module, 0)
-        if module.training or looks == OFTEN or not self.written:
+        if self.written:
+            if self._is_asked(module):
+                self._look(module, line_now())
+            self.calls[module] = self.calls.get(module, 0) + 1
+
+    def _is_asked(self, root):
+        calls = self.calls.get(root, 0)
+        return calls < OFTEN or calls.bit_count() < 2
+
+    def during(self, call, args, kwargs):
+        root = call.function
+        if call.grad or not (self.written and self._is_asked(root)):
+            return ()
+        line = line_of(call.frames)
+        return () if is_compiled([*root.modules()]) else [self._looking(line)]
+
+    @contextmanager
+    def _looking(self, line):
+        """At each module that is called meanwhile."""
+
+        def begins(part, args):
+            unseen = torch._C.DisableTorchFunction()
+            with no_evidence, unseen, without_modes(), torch.no_grad():
+                self._look(part, line)
+
+        with register_module_forward_pre_hook(begins):
+            yield
+
+    def _look(self, module, line):
+        mine = _statistics(module)
+        if module.training or module in self.known or not (mine and _as_made(mine)):
             return
-        if any(storage_of(p) in self.written for p in module.parameters()):
-            self.looks[module] = looks + 1
-            mine = _statistics(module)
-            others = [root for root in self.names.roots if type(root) is type(module)]
-            moved = any(not _as_made(_statistics(root)) for root in others)
-            if mine and moved and _as_made(mine):
-                self.averages.setdefault(few([*map(self.names.of, mine)], 4), line_now())
+        weights = [*module.parameters()]
+        by_hand = any(storage_of(p) in self.written for p in weights)
+        if by_hand and not self._trains(weights) and any(map(_moved, self._twins(module))):
+            self.known.update(module.modules())
+            names = few([*map(self.names.of, mine)], 4)
+            self.averages.setdefault(names, (line, ref(module)))
+
+    def _trains(self, weights):
+        """Whether an optimizer does."""
+        groups = [group for opt in self.names.optimizers for group in opt.param_groups]
+        trained = {p for group in groups for p in group["params"] if p.requires_grad}
+        return not trained.isdisjoint(weights)
+
+    def _twins(self, module):
+        """Other modules that are built as this one is."""
+        form = _form(module)
+        alike = [m for m in self.names.modules() if type(m) is type(module) and m is not module]
+        return [other for other in alike if _form(other) == form]
 
     def stepped(self, optimizer):
         if self.recorder.steps and self.recorder.steps.bit_count() < 2 and not self.is_meant:
@@ -81,7 +128,10 @@ class FrozenStatistics(Events):
                 "are frozen (requires_grad is False for all weights): call eval() on these after "
                 "each train()"
             )
-        for names, line in self.averages.items():
+        for names, (line, average) in self.averages.items():
+            module = average()
+            if module is not None and _moved(module):
+                continue  # by now it has its own
             yield (
                 f"an average of weights is evaluated at {line} with running statistics that are "
                 f"still 0 and 1 ({names}): they are buffers, and parameters() has none: copy them "
@@ -92,6 +142,17 @@ class FrozenStatistics(Events):
 def _as_made(statistics):
     """Whether each is 0, or 1."""
     return all((t == t.flatten()[0]).all() and t.flatten()[0] in (0, 1) for t in statistics)
+
+
+def _moved(module):
+    """Whether some of its statistics are."""
+    return not _as_made(_statistics(module))
+
+
+def _form(module):
+    """The names and shapes of all its tensors."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: t.shape for name, t in tensors}
 
 
 def _statistics(module):
