@@ -93,6 +93,15 @@ def without_us(frames):
             last, ours = code, False
 
 
+def compiled_by_nobody(function):
+    """What torch.compiler.disable does, which would import the compiler: it compiles neither this
+    function nor what that calls, where compiled code calls it between two graphs."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 class Method:
     """A method of torch.Tensor: of a plain tensor, in a step that is not recorded, around(original,
     t, ...) takes its place. Torch looks methods up in the class: it finds the original."""
@@ -100,6 +109,7 @@ class Method:
     def __init__(self, original, around, hooks):
         self.original, self.around, self.hooks = original, around, hooks
 
+    @compiled_by_nobody
     def __get__(self, t, kind=None):
         hooks = self.hooks
         if type(t) in PLAIN and hooks.reads_are_unseen and t.is_floating_point():
@@ -325,6 +335,7 @@ class Hooks:
         """read(t, name) where the script reads a tensor, or asks whether it is bad, in a step that
         is not recorded. (Else the recorder sees it.)"""
 
+        @compiled_by_nobody
         def around(original, *args, **kwargs):
             plain = args and type(args[0]) in PLAIN and args[0] is args[-1]
             if plain and self.reads_are_unseen:

@@ -2874,3 +2874,21 @@ tells(
         "sum": "log of a sum of exp(x) that is 0 ... torch.logsumexp(x, dim) ... of 6 (from 0)",
     },
 )
+
+COMPILED_READ = (
+    PREAMBLE
+    + """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        loss = self.layer(x).square().mean()
+        print(loss.item())
+        return loss
+net = Net(); compiled = torch.compile(net, backend="eager")
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+for step in range(20):
+    loss = compiled(torch.randn(8, 4)); optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+)
+tells("a number that compiled code reads", COMPILED_READ, 0, {"": "nothing non-finite"})
