@@ -1693,6 +1693,38 @@ net.eval(); print(net(labels(99)[0]).argmax(1))
         "            net.train()\n",
         "",
     ),
+    "a padding mask of the queries": Row(
+        "github.com/hyunwoongko/transformer/pull/40",
+        "path",
+        r"the mask at script.py:\d+ in forward hides whole queries, and no key: softmax at ",
+        """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+    def forward(self, x, mask):
+        q, k, v = (f(x).view(16, 12, 2, 8).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / 8**0.5
+        scores = scores.masked_fill(mask == 0, -1e4)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.place = nn.Embedding(30, 16), nn.Parameter(0.02 * torch.randn(12, 16))
+        self.layers, self.head = nn.ModuleList([Attention(), Attention()]), nn.Linear(16, 3)
+    def forward(self, ids):
+        mask = (ids != 0)[:, None, :, None]
+        x = self.emb(ids) + self.place
+        for layer in self.layers: x = x + layer(x, mask)
+        return self.head(x[:, 0])
+def batch(step):
+    y = torch.randint(3, (16,)); ids = 10 * y[:, None] + torch.randint(1, 10, (16, 12))
+    return ids.masked_fill(torch.arange(12) >= torch.randint(3, 13, (16, 1)), 0), y
+loop(Net(), None, 40, batch, F.cross_entropy)
+""",
+        "[:, None, :, None]",
+        "[:, None, None, :]",
+    ),
     "a sum that is not assigned": Row(
         "github.com/Lightning-AI/pytorch-lightning/issues/19138",
         "path",
@@ -3419,6 +3451,34 @@ for i in range(120):
     if i % 8: step(net, opt, i); opt.step(); opt.zero_grad()
     else:
         with torch.no_grad(): print(F.mse_loss(net(data(0)[0]), data(0)[1]))
+""",
+    "masks of queries: beside one of keys, after softmax, across two inputs of one length": """
+class Attention(nn.Module):
+    def __init__(self, kind):
+        super().__init__(); self.kind = kind
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+    def forward(self, x, other, keep):
+        q, k, v = self.q(x), self.k(other), self.v(other); scores = q @ k.mT / 4
+        hides = ~keep[:, :, None], ~keep[:, None]
+        if self.kind == "both": scores = scores.masked_fill(hides[1], -1e9)
+        if self.kind == "product":
+            return self.out(scores.masked_fill(hides[0] | hides[1], -1e9).softmax(-1) @ v)
+        weights = scores.masked_fill(hides[0], -1e9).softmax(-1)
+        if self.kind == "after": weights = weights * keep[:, None]
+        return self.out(weights @ (v * keep[..., None] if self.kind == "values" else v))
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__(); self.emb, self.memory = nn.Embedding(30, 16), nn.Embedding(12, 16)
+        self.layer, self.head, self.kind = Attention(kind), nn.Linear(16, 3), kind
+    def forward(self, ids):
+        x = self.emb(ids); other = self.memory(torch.arange(12)).expand_as(x)
+        x = x + self.layer(x, other if self.kind == "across" else x, ids != 0)
+        return self.head(x[:, 0])
+def batch(step):
+    y = torch.randint(3, (16,)); ids = 10 * y[:, None] + torch.randint(1, 10, (16, 12))
+    return ids.masked_fill(torch.arange(12) >= torch.randint(3, 13, (16, 1)), 0), y
+for kind in ("both", "product", "after", "values", "across"):
+    loop(Net(kind), None, 20, batch, F.cross_entropy)
 """,
     "names that are used again: states, a part under an if, one whose gate alone is trained": """
 class Gated(nn.Module):
