@@ -53,6 +53,27 @@ for i in range(200):
         "i % 1 == 0",
         "i % 4 == 0",
     ),
+    "a schedule that steps for each micro-batch of one update": Row(
+        "github.com/amoudgl/pygoturn/issues/16",
+        "schedule",
+        r"StepLR at script.py:\d+ in <module> steps 4 times in a row, .* 3 times: the lr of SGD",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1)
+rate = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.2)
+updates, whole = 0, []
+for i in range(480):
+    whole.append(data(i, 4))
+    ready = len(whole) == 4
+    if ready:
+        x, y = (torch.cat(part) for part in zip(*whole)); whole = []
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step(); updates += 1
+    if updates and updates % 30 == 0:
+        rate.step()
+""",
+        "if updates and updates",
+        "if ready and updates",
+    ),
     "micro-batches cleared through the network": Row(
         "github.com/tatsu-lab/alpaca_farm/issues/57",
         "order",

@@ -2,29 +2,37 @@
 Branches: which lines of the script never ran?
 
 `if step / every == 0:` is never true, and a target network stays as it was. What came up often, and
-whose lines did not run once, is told; an error that was not raised is not.
+whose lines did not run once, is told; an error that was not raised is not. Workers of a DataLoader
+run lines, too: a fork of this process notes its lines in memory that both share. Of workers that
+are no forks nothing is known, so that nothing is told.
 """
 
 import ast
 import linecache
+import multiprocessing
 import os
 import sys
 from collections import Counter
+from mmap import mmap
 from textwrap import shorten
 
 from ..frames import is_own
+from ..watch.events import Events
 
 LISTED = 12
 OFTEN = 2  # times
 RAISES = ast.Raise, ast.Assert, ast.Pass
+PLACES = 1 << 16  # bytes: two lines that share one are both told to have run
 
 
-class Branches:
+class Branches(Events):
     """Counts the lines of the script's files that run in this thread, unless something else
     (a debugger, a measure of coverage) does so."""
 
     def __init__(self, hooks):
         self.hooks = hooks
+        self.process, self.of_forks = os.getpid(), mmap(-1, PLACES)  # does a line run there?
+        self.others_run = False  # code of the script, in processes that are no forks
         self.codes = {}  # id: code of the script that was entered
         self.left = {}  # the same: its lines that have not run; without any, it is no more traced
         self.times = Counter()  # (file, line)
@@ -32,6 +40,13 @@ class Branches:
         if self.gettrace() is None:
             sys.settrace(self._call)
             hooks.replace(sys, "gettrace", self._others)
+
+    def iterated(self, loader):
+        if loader.num_workers:
+            context = loader.multiprocessing_context or multiprocessing
+            method = context.get_start_method(allow_none=True)
+            method = method or multiprocessing.get_all_start_methods()[0]
+            self.others_run |= method != "fork"
 
     def _others(self):
         """A script asks whether a debugger is there."""
@@ -53,7 +68,11 @@ class Branches:
         if event == "line":
             code, line = frame.f_code, frame.f_lineno
             self.times[code.co_filename, line] += 1
-            self.left[id(code)].discard(line)
+            left = self.left[id(code)]
+            if line in left:
+                left.remove(line)
+                if os.getpid() != self.process:
+                    self.of_forks[_place(code.co_filename, line)] = 1
         return self._line
 
     def lines(self):
@@ -62,6 +81,8 @@ class Branches:
             return  # something else took its place
         sys.settrace(None)
         found = []
+        if self.others_run:
+            return
         for file in sorted({code.co_filename for code in self.codes.values()}):
             try:
                 tree = ast.parse("".join(linecache.getlines(file)))
@@ -79,6 +100,7 @@ class Branches:
         codes = [code for code in self.codes.values() if code.co_filename == file]
         entered = {line for code in codes for *_, line in code.co_lines() if line}
         ran = {line for f, line in self.times if f == file}
+        ran |= {line for line in entered if self.of_forks[_place(file, line)]}
 
         def of(statement):
             lines = {*range(statement.lineno, statement.end_lineno + 1)} & entered
@@ -99,3 +121,8 @@ class Branches:
                     head = ast.unparse(node).partition("\n")[0].rstrip(":")
                     at = f"{os.path.basename(file)}:{node.lineno}"
                     yield times, f"`{shorten(head, 70)}` ({at}) {word}"
+
+
+def _place(file, line):
+    """Of a line in the memory that forks share."""
+    return hash((file, line)) % PLACES

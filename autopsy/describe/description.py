@@ -33,7 +33,7 @@ class Description:
         titles = Titles(watch.names)
         self.loop, self.step = Loop(watch, titles), OneStep(watch, titles)
         self.evaluation, self.branches = Evaluation(titles), Branches(watch.hooks)
-        self.listeners = [self.loop, self.step, self.evaluation]
+        self.listeners = [self.loop, self.step, self.evaluation, self.branches]
 
     def __str__(self):
         lines = ["what this run did, to compare with what was meant"]

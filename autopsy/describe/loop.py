@@ -23,6 +23,7 @@ KEPT, INPUTS = 999, 99_999  # orders, and inputs of a network, that are told apa
 LONGEST = 24  # calls of one
 PERIOD = 6  # calls that may come again and again
 WRITES = "write into weights"
+UNREAD = 99  # losses
 LAST = 10  # losses and norms of which the mean is told
 SAMPLE = 1024  # numbers of a weight
 
@@ -110,6 +111,7 @@ class Steps:
         self.since = 0  # steps of the one whose steps part the orders
         self.rates = [Course(of=1) for _ in optimizer.param_groups]
         self.losses, self.norms = Course(), Course()
+        self.unread = []  # losses, 0-dim on their device
         told = ("weight_decay", "betas", "momentum", "eps", "nesterov", "amsgrad", "maximize")
         self.groups = [
             f"{len(group['params'])} weights"
@@ -123,7 +125,7 @@ class Steps:
         yield f"{self.name} at {self.line}: {self.count} steps; {groups}"
         rates = (f"{r}{f', rises {r.rises} times' if r.rises else ''}" for r in self.rates)
         yield f"  lr {few(dict.fromkeys(rates), 3, '; ')}"
-        yield f"  magnitude of the loss {self.losses}"
+        yield f"  loss {self.losses}"
         cut = f"; {self.cut} of {self.clips} clips cut it" if self.clips else ""
         yield f"  gradient norm {self.norms}{cut}"
 
@@ -134,6 +136,7 @@ class Loop(OutermostSteps):
     def __init__(self, watch, titles):
         self.titles = titles
         self.hooks, self.recorder, self.names = watch.hooks, watch.recorder, watch.names
+        self.deferred = watch.deferred
         self.calls = Calls()  # since the last step of `first`
         self.number = 0  # of calls, at the last step
         self.first = None  # the optimizer whose steps part the orders
@@ -141,7 +144,7 @@ class Loop(OutermostSteps):
         self.others = 0  # orders beyond those
         self.steps = WeakKeyDictionary()  # optimizer: Steps
         self.all = []
-        self.losses, self.norm = (), 0.0
+        self.losses, self.norm = [], 0.0  # losses since the last step, 0-dim on their device
         self.loaders = Counter()  # (line, text, data set): iterators
         self.modes = WeakKeyDictionary()  # network: {(its mode, with a graph?): calls}
         # network: {the same: [inputs, what each different one is told by]}
@@ -221,6 +224,7 @@ class Loop(OutermostSteps):
 
     def backward(self, losses):
         self.note("backward()")
+        self.losses += [numbers_of(t.detach()).float().sum() for t in losses]
 
     def cleared(self, owner):
         self.note("zero_grad()")
@@ -242,7 +246,7 @@ class Loop(OutermostSteps):
 
     def before_step(self, optimizer, losses, norm, moved):
         super().before_step(optimizer, losses, norm, moved)
-        self.losses, self.norm = losses, norm
+        self.norm = norm
         for call in self.recorder.calls:
             if call.number > self.number and call.name == "grad":
                 graph = bool(call.kwargs.get("create_graph"))
@@ -269,8 +273,10 @@ class Loop(OutermostSteps):
                 seen.clips += 1
                 seen.cut += cut
         self.clips = [clip for clip in self.clips if mine.isdisjoint(clip[0])]
-        for loss in self.losses:
-            seen.losses.add(loss)
+        seen.unread += self.losses
+        self.losses = []
+        if len(seen.unread) > UNREAD:
+            self._read(seen)
         seen.norms.add(self.norm)
         self.note(f"{seen.name}.step()")
         if self.first is None or seen.since > PERIOD:  # the other has ended
@@ -294,6 +300,12 @@ class Loop(OutermostSteps):
         for seen in self.all:
             seen.since = 0
 
+    def _read(self, seen):
+        """Many losses in one transfer."""
+        for loss in self.deferred.to_host(seen.unread):
+            seen.losses.add(loss)
+        seen.unread = []
+
     # What to say
 
     def lines(self):
@@ -310,6 +322,7 @@ class Loop(OutermostSteps):
                 fed = f"; {len(seen[1])} of {seen[0]} inputs differ" if seen else ""
                 yield f"{self.titles.of(module)} is called {_often(n)} {how}{fed}"
         for seen in self.all:
+            self._read(seen)
             yield from seen.lines()
         orders = sorted(self.orders.items(), key=lambda order: -order[1][0])
         for key, (n, spans) in orders[:ORDERS]:

@@ -86,10 +86,10 @@ for step in range(4):
 """
 
 
-def described(folder, script, *args):
+def described(folder, script, *args, through=HIDDEN):
     """(exit code, standard output, the lines of the description without their indentation)"""
     (folder / "script.py").write_text(script)
-    command = [*HIDDEN, ROOT / "autopsy", "--describe", folder / "script.py", *args]
+    command = [*through, ROOT / "autopsy", "--describe", folder / "script.py", *args]
     code, out, err = run_script(command, folder)
     assert "failed" not in err and "Traceback" not in err, err
     _, found, description = err.partition("what this run did, to compare with what was meant\n")
@@ -405,6 +405,75 @@ def test_what_never_ran_and_what_never_moved_is_told(tmp_path):
     ):
         assert words.format(at(mark, TARGETS)) in text
     assert "if n < 0" not in text, "an error that was not raised"
+
+
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __init__(self, change=None):
+        self.x, self.change = torch.randn(12, 4), change
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, k):
+        row = self.x[k]
+        if self.change is not None:  # in workers
+            row = self.change(row)
+        if k > 100:  # nowhere
+            row = -row
+        return row
+
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+test = DataLoader(Rows(), batch_size=6)
+for x in test:
+    net(x)
+for x in DataLoader(Rows(torch.neg), batch_size=2, num_workers=2):
+    loss = net(x).square().mean() - 5
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+@needs_unix
+def test_what_runs_in_workers_alone_is_no_branch_that_never_ran(tmp_path):
+    text = "\n".join(described(tmp_path, WORKERS, through=[])[2])
+    assert f"`if k > 100` ({at('nowhere', WORKERS)}) was never true, 12 times" in text
+    assert at("in workers", WORKERS) not in text
+
+
+SPAWNED = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def main(**workers):
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for (x,) in DataLoader(TensorDataset(torch.randn(8, 4)), 2, **workers):
+        loss = net(x).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        if loss > 100:
+            print(loss)
+
+if __name__ == "__main__":
+    main(num_workers=1, multiprocessing_context="spawn")
+"""
+
+
+def test_of_workers_that_are_no_forks_no_branch_is_told(tmp_path):
+    assert "was never true" not in "\n".join(described(tmp_path, SPAWNED)[2])
+    alone = SPAWNED.replace('num_workers=1, multiprocessing_context="spawn"', "")
+    assert "`if loss > 100` (script.py:11) was never true" in "\n".join(
+        described(tmp_path, alone)[2]
+    )
+
+
+def test_a_loss_is_told_with_its_sign(tmp_path):
+    text = "\n".join(described(tmp_path, WORKERS.replace(", num_workers=2", ""))[2])
+    assert re.search(r"loss -4\.\S+ at first, -4\.\S+ at the end, -4\.\S+ to -[34]\.", text)
 
 
 @needs_unix
