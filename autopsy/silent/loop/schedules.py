@@ -129,6 +129,23 @@ class Schedules(Events):
         return dict.fromkeys(text for s in self.optimizers.values() for text in self._about(s))
 
     def _about(self, seen):
+        often = seen.often()
+        yield from self._zero(seen)
+        yield from self._late(seen)
+        if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
+            yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
+        for (kind, line, length), (n, loop) in seen.moves.items():
+            if kind in FACTORS and not often:
+                yield from _of_batches(seen, f"{kind} at {line}", n, loop)
+            if kind == "CosineAnnealingLR" and loop:
+                about = f"{kind} at {line} has T_max={length}, as many as"
+                yield from self._cosine(seen, about, length, n, loop, often)
+        moved = seen.turns or seen.since or seen.zero
+        if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
+            yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"
+
+    def _zero(self, seen):
+        """Groups whose rate is 0."""
         for k, since in seen.zero.items():
             late = seen.steps - since
             some = since > 0 and len(seen.zero) < seen.groups  # frozen one by one
@@ -138,6 +155,9 @@ class Schedules(Events):
                 params = seen.alive().param_groups[k]["params"] if seen.alive() else ()
                 names = few([*map(self.names.of, params[:4]), *params[4:]], 4) or f"group {k}"
                 yield f"the lr of {names} was 0 {when}: they do not move ({seen.why_zero()})"
+
+    def _late(self, seen):
+        """A rate that was 0 for long, and then was not."""
         late = min(seen.late.values(), default=0)
         if len(seen.late) == seen.groups and late >= max(LATE, seen.steps / 10):
             moves = [(kind, line, n) for (kind, line, _), (n, _) in seen.moves.items()]
@@ -147,39 +167,37 @@ class Schedules(Events):
                 f"{few(made, 2) or 'the script sets it'}: is a schedule that is meant for each "
                 "update called once a pass?"
             )
-        often = seen.often()
-        if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
-            yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
-        for (kind, line, length), (n, loop) in seen.moves.items():
-            of_batches = kind in FACTORS and (not loop or loop.begun > 1) and n > 0.9 * seen.steps
-            if of_batches and not often and 0 < seen.rate < DEAD * seen.highest:
-                once = "pass over the data meant?"
-                if loop:
-                    once = f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
-                yield (
-                    f"{kind} at {line} has let the lr of {seen.name} fall from {seen.highest:.3g} "
-                    f"to {seen.rate:.3g}: it made a step with each update, {n} in all: is once a "
-                    f"{once}"
-                )
-            of_epochs = loop and kind == "CosineAnnealingLR" and length == loop.begun > 1
-            of_epochs = of_epochs and length != loop.batches
-            if of_epochs and n >= PERIODS * length and not often:
-                yield (
-                    f"{kind} at {line} has T_max={length}, as many as there were passes over the "
-                    f"loader at {loop.line}, and made {n} steps: the lr of {seen.name} falls and "
-                    f"rises in turn, {length} steps each: call it once a pass, or give it T_max={n}"
-                )
-            of_batches = loop and kind == "CosineAnnealingLR" and length == loop.batches
-            if of_batches and self.counts_batches and n <= loop.begun and 4 * n < 3 * length:
-                yield (
-                    f"{kind} at {line} has T_max={length}, as many as the batches of the loader at "
-                    f"{loop.line}, and made {n} steps, one a pass: the lr of {seen.name} ends at "
-                    f"{seen.rate:.3g} of {seen.highest:.3g}: give it the number of passes, or call "
-                    "it with each batch"
-                )
-        moved = seen.turns or seen.since or seen.zero
-        if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
-            yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"
+
+    def _cosine(self, seen, about, length, n, loop, often):
+        """A cosine of n steps that is as long as there were passes, or batches of a pass."""
+        of_epochs = length == loop.begun > 1 and length != loop.batches
+        if of_epochs and n >= PERIODS * length and not often:
+            yield (
+                f"{about} there were passes over the loader at {loop.line}, and made {n} steps: "
+                f"the lr of {seen.name} falls and rises in turn, {length} steps each: call it once "
+                f"a pass, or give it T_max={n}"
+            )
+        few_moves = n <= loop.begun and 4 * n < 3 * length
+        if length == loop.batches and self.counts_batches and few_moves:
+            yield (
+                f"{about} the batches of the loader at {loop.line}, and made {n} steps, one a "
+                f"pass: the lr of {seen.name} ends at {seen.rate:.3g} of {seen.highest:.3g}: give "
+                "it the number of passes, or call it with each batch"
+            )
+
+
+def _of_batches(seen, scheduler, n, loop):
+    """A rate that has died, because it falls by a factor with each update."""
+    many = (not loop or loop.begun > 1) and n > 0.9 * seen.steps
+    if not many or not 0 < seen.rate < DEAD * seen.highest:
+        return
+    once = "pass over the data meant?"
+    if loop:
+        once = f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
+    yield (
+        f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
+        f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a {once}"
+    )
 
 
 def _known(rate):
