@@ -1,7 +1,7 @@
 """
 Syntax: what does Python read in a file of the script?
 
-not_called.py, one_in_list.py and unused.py ask which statement stands on a line.
+bursts.py, not_called.py, one_in_list.py and unused.py ask which statement stands on a line.
 """
 
 import ast
