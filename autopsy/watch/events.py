@@ -10,10 +10,11 @@ autopsy finds NaN and inf as before.
 
 import importlib
 import pkgutil
+import sys
 from collections import Counter
 from functools import partial
 
-from ..frames import first_line_of, line_now
+from ..frames import first_line_of, line_now, script_frames_now
 from ..modes import is_compiled
 from ..tensors import few
 from .budget import FIRST
@@ -168,6 +169,19 @@ class FirstFunctions(Events):
     def looks_into(self, module):
         """Whether it looks at what runs within an outermost module."""
         return True
+
+
+class ReadsFiles(Events):
+    """Collects the files of the script in which steps are made, and its main one."""
+
+    def __init__(self, watch):
+        self.recorder, self.files = watch.recorder, {}
+
+    def stepped(self, optimizer):
+        if self.recorder.steps.bit_count() < 2:
+            main = getattr(sys.modules.get("__main__"), "__file__", None)
+            files = [main, *(file for file, *_ in script_frames_now()[-1:])]
+            self.files.update(dict.fromkeys(filter(None, files)))
 
 
 class Within(Follower):

@@ -14,7 +14,8 @@ import os
 import re
 
 from ...tensors import few
-from ..shared.syntax import ReadsFiles, tree_of
+from ...watch.events import ReadsFiles
+from ..shared.syntax import tree_of
 
 INPUTS = {"x", "xs", "data", "image", "img", "input", "feature", "sample", "text", "sentence"}
 LABELS = {"y", "ys", "label", "target", "class", "gt", "truth"}

@@ -9,7 +9,8 @@ function that the same file defines (and that is no property).
 import ast
 import os
 
-from ..shared.syntax import ReadsFiles, tree_of
+from ...watch.events import ReadsFiles
+from ..shared.syntax import tree_of
 
 METHODS = {"zero_grad", "step", "backward", "eval", "train", "update", "unscale_", "set_epoch"}
 
