@@ -35,7 +35,7 @@ class ShuffledApart(ReadsFiles):
                     if one.line == two.line:
                         lines = f"{os.path.basename(file)}:{one.line}"
                     yield (
-                        f"{lines} bring {few([one.text, two.text])} into two different orders: "
+                        f"{lines} bring {few([one.code, two.code])} into two different orders: "
                         "each sample gets the label of another one; make one order, and take both "
                         "in it"
                     )
@@ -45,10 +45,12 @@ class Shuffle:
     """What one call brings into an order of its own."""
 
     def __init__(self, shuffled, line):
-        self.text, self.line = ast.unparse(shuffled), line
-        plain = re.sub(r"\.\w+\(\)$", "", self.text)  # train[0].numpy()
-        self.base, _, self.part = plain.removesuffix("]").partition("[")
-        words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", self.base).lower())
+        self.code, self.line = ast.unparse(shuffled), line
+        name = re.sub(r"\.\w+\(\)$", "", self.code)  # train[0].numpy()
+        name = name.removesuffix("]")
+        name, _, self.part = name.partition("[")
+        self.name = name
+        words = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower())
         singular = [word[:-1] if word[:-1] in INPUTS | LABELS else word for word in words]
         self.is_input = not INPUTS.isdisjoint(singular)
         self.is_label = not LABELS.isdisjoint(singular)
@@ -56,7 +58,7 @@ class Shuffle:
 
     def belongs_to(self, other, asked):
         """Whether they are the inputs and the labels of one set. asked: was a state asked for?"""
-        if asked and self.base == other.base:
+        if asked and self.name == other.name:
             return {self.part, other.part} == {"0", "1"}
         inputs, labels = (self, other) if self.is_input else (other, self)
         one_of_each = inputs.is_input and labels.is_label and not inputs.is_label
@@ -76,9 +78,9 @@ def _pairs(block):
     """Pairs of shuffles of one block with nothing between that would make their orders equal."""
     open_, asked = [], False  # asked: was the state of a generator asked for?
     for statement in block:
-        text = ast.unparse(statement)
-        asked |= bool(STATES.search(text))
-        if SEEDS.search(text):
+        code = ast.unparse(statement)
+        asked |= bool(STATES.search(code))
+        if SEEDS.search(code):
             open_ = []
             continue
         for new in _shuffles(statement) if isinstance(statement, ast.Expr | ast.Assign) else ():

@@ -52,8 +52,8 @@ class Lost(NamedTuple):
     @property
     def is_meant(self):
         lines = linecache.getlines(self.frame[0])
-        beside = lines[max(self.frame[1] - 2, 0) : self.again.end_lineno]
-        return bool(MEANT.search("".join(beside)))
+        code = "".join(lines[max(self.frame[1] - 2, 0) : self.again.end_lineno])
+        return bool(MEANT.search(code))
 
 
 class Found:
