@@ -74,11 +74,13 @@ case ${1:-} in
   pack)
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
-    mkdir "$folder/autopsy"
     (cd "$here" && find autopsy -name "*.py" -exec cp --parents {} "$folder" \;)
     # zipapp's own -m would lose the exit code
     printf 'import sys\nfrom autopsy.watch.script import main\nsys.exit(main())\n' >"$folder/__main__.py"
-    "${PYTHON:-python3}" -m zipapp -c -o "${2:-$here/autopsy.pyz}" "$folder"
+    # without entries for folders, which nobody reads
+    "${PYTHON:-python3}" -c 'import sys, zipapp
+zipapp.create_archive(*sys.argv[1:], filter=lambda path: path.suffix == ".py", compressed=True)' \
+      "$folder" "${2:-$here/autopsy.pyz}"
     ;;
   gpu)
     shift

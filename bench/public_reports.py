@@ -1766,37 +1766,6 @@ loop(Net(), None, 40, lambda i: (torch.randint(20, (16, 10)), torch.randint(3, (
         "        x + self.pe\n",
         "        x = x + self.pe\n",
     ),
-    "a result that the next line overwrites": Row(
-        "github.com/vislearn/FrEIA/issues/1",
-        "path",
-        r"nothing reads `out` of script.py:\d+ in forward: line \d+ assigns it again .* blocks.0",
-        """
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2, self.fc3 = (nn.Linear(16, 16) for _ in range(3))
-    def forward(self, x):
-        out = F.relu(self.fc1(x))
-        out = F.relu(self.fc2(x))
-        return x + self.fc3(out)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks: x = block(x)
-        return self.head(x)
-net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
-for step in range(40):
-    x, y = data(step)
-    loss = F.mse_loss(net(x), y)
-    opt.zero_grad(); loss.backward(); opt.step()
-""",
-        "self.fc2(x)",
-        "self.fc2(out)",
-    ),
     "a sigmoid in eval mode alone": Row(
         "github.com/wolny/pytorch-3dunet/issues/45",
         "evaluation",
