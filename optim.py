@@ -315,16 +315,8 @@ class ClippedAdamW(AdamW):
         alone = found_inf is None
         work = [row for row in map(self._work, self.param_groups) if row[1]]
         if not work:  # torch's optimizers pass, too
-            if alone and not self.state and not self._warned:
-                self._warned = 0.5
-                warnings.warn(
-                    "step() changes nothing: no parameter of this optimizer has had a "
-                    "gradient so far (was backward() called?)",
-                    stacklevel=4,
-                )
-            norm = self._skipped.new_zeros(())
-            found_inf = norm if alone else norm + found_inf  # GradScaler's is the number 0 here
-            return StepResult(norm, found_inf) if closure is None else loss
+            result = self._nothing(found_inf)
+            return result if closure is None else loss
         grads = [grad for _, _, grads, *_ in work for grad in grads]
         norm = None
         if alone or self.clip:
@@ -337,34 +329,50 @@ class ClippedAdamW(AdamW):
                 if not self.clip > 0:
                     raise ValueError(f"clip={self.clip}: give a limit above 0 (0 or None: none)")
                 grad_scale = (scaled_norm / self.clip).clamp(min=scale)
-        steps = [step for *_, steps in work for step in steps]
-        torch._foreach_add_(steps, [1 - found_inf] * len(steps))
         if self.waits and found_inf:  # the host reads the verdict
             work = []
         elif self.waits and grad_scale is not None:
             torch._foreach_div_(grads, grad_scale)
             grad_scale = None
-        for g, *columns in work:
-            columns = [[local(t) for t in column] for column in columns]
-            for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
-                beta1, beta2 = g["betas"]
-                torch._fused_adamw_(  # writes nothing where found_inf is 1
-                    *tensors,
-                    lr=g["lr"],
-                    beta1=beta1,
-                    beta2=beta2,
-                    eps=g["eps"],
-                    weight_decay=g["weight_decay"],
-                    amsgrad=g["amsgrad"],
-                    maximize=g["maximize"],
-                    grad_scale=grad_scale,
-                    found_inf=found_inf,
-                )
+        self._update(work, grad_scale, found_inf)
         if self.masters:  # after a rejected step the same bits again
             torch._foreach_copy_(list(self.masters), list(self.masters.values()))
         if alone:
             self._warn(found_inf)
         return StepResult(norm, found_inf) if closure is None else loss
+
+    def _nothing(self, found_inf):
+        """The result where no parameter has a gradient."""
+        alone = found_inf is None
+        if alone and not self.state and not self._warned:
+            self._warned = 0.5
+            warnings.warn(
+                "step() changes nothing: no parameter of this optimizer has had a "
+                "gradient so far (was backward() called?)",
+                stacklevel=5,
+            )
+        norm = self._skipped.new_zeros(())
+        return StepResult(norm, norm if alone else norm + found_inf)  # GradScaler's is the number 0
+
+    def _update(self, work, grad_scale, found_inf):
+        """AdamW, and the division by grad_scale, in one pass over memory. Where found_inf is 1 it
+        writes nothing."""
+        steps = [step for *_, steps in work for step in steps]
+        if steps:
+            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+        for g, *columns in work:
+            columns = [[local(t) for t in column] for column in columns]
+            options = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
+            beta1, beta2 = g["betas"]
+            for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
+                torch._fused_adamw_(
+                    *tensors,
+                    **{name: g[name] for name in options},
+                    beta1=beta1,
+                    beta2=beta2,
+                    grad_scale=grad_scale,
+                    found_inf=found_inf,
+                )
 
     def _work(self, g):
         """A group; what is updated in it, gradients of that dtype and memory layout, state."""
