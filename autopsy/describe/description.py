@@ -3,12 +3,12 @@ Description: the facts of a run, printed after its last line: the loop, a step, 
 """
 
 from collections import Counter
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ..frames import first_line_of
-from ..tensors import few, flat_tensors
+from ..tensors import extent, few, flat_tensors
 from ..watch.calls import BACKWARD
 from ..watch.deferred import params_of
 from ..watch.events import Events
@@ -32,7 +32,8 @@ class Description:
     def __init__(self, watch):
         titles = Titles(watch.names)
         self.loop, self.step = Loop(watch, titles), OneStep(watch, titles)
-        self.evaluation, self.branches = Evaluation(titles), Branches(watch.hooks)
+        self.evaluation = Evaluation(titles, self.step.described)
+        self.branches = Branches(watch.hooks)
         self.listeners = [self.loop, self.step, self.evaluation, self.branches]
 
     def __str__(self):
@@ -55,7 +56,7 @@ class OneStep(Events):
         self.recorder, self.titles = watch.recorder, titles
         self.seen = WeakKeyDictionary()  # optimizer: steps
         self.parts = []  # (title, the name of the first weight, lines)
-        self.described = WeakSet()  # networks
+        self.described = WeakKeyDictionary()  # network: the spans of what it is given
         self.idle = []  # of each of these, what is in no loss
 
     def before_step(self, optimizer, losses, norm, moved):
@@ -113,11 +114,12 @@ class OneStep(Events):
 
 
 class Evaluation(Events):
-    """What networks are given in evaluation, and what drops there."""
+    """What networks are given in evaluation, and what drops there. `trained`: {network: the spans
+    of what it is given in a step}."""
 
-    def __init__(self, titles):
-        self.titles = titles
-        self.given = WeakKeyDictionary()  # network: what it is given
+    def __init__(self, titles, trained):
+        self.titles, self.trained = titles, trained
+        self.given = WeakKeyDictionary()  # network: (what it is given, in words; the spans of it)
         self.drops = {}  # lines
 
     def during(self, call, args, kwargs):
@@ -125,15 +127,32 @@ class Evaluation(Events):
         if call.grad or module in self.given or not any(True for _ in module.parameters()):
             return ()
         mode = "train" if module.training else "eval"
-        text = listed(flat_tensors((args, kwargs))) or "no tensor"
-        self.given[module] = f"in {mode} mode at {here()} is given {text}"
+        given = flat_tensors((args, kwargs))
+        text = f"in {mode} mode at {here()} is given {listed(given) or 'no tensor'}"
+        self.given[module] = text, [*map(extent, given)]
         return [] if module.training else [Drops(self.drops)]
 
     def lines(self):
-        for module, text in self.given.items():
+        for module, (text, spans) in self.given.items():
             yield f"{self.titles.of(module)} {text}"
+            pairs = zip(spans, self.trained.get(module, ()), strict=False)
+            for i, (now, then) in enumerate(pairs):
+                if _is_other(now, then):
+                    numbers = f"{_span(now)}; in the step above {_span(then)}"
+                    yield f"  tensor {i} (from 0) holds {numbers}"
         if self.drops:
             yield f"it drops in eval mode at {few(self.drops, 6)}"
+
+
+def _span(span):
+    return " .. ".join(dict.fromkeys(f"{x:.3g}" for x in span))
+
+
+def _is_other(now, then):
+    """Whether a span lies far beyond another one, or fills little of it."""
+    width = then.high - then.low
+    beyond = max(then.low - now.low, now.high - then.high) > max(width, 1e-6)
+    return width > 0 and (beyond or 0 < now.high - now.low < width / 10)
 
 
 class Drops(Follower):

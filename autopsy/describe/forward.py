@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from ..tensors import few, storage_of
+from ..tensors import extent, few, storage_of
 from ..watch.dimensions import viewed
 from .trace import LINEAR, about, listed
 
@@ -23,10 +23,11 @@ ORDERED = (nn.RNNBase, nn.MultiheadAttention)  # batch_first says which dimensio
 
 
 def of_forward(trace, told):
-    """Lines about the modules that were called, but not those that were told."""
+    """Lines about the modules that were called, but not those that were told: {module: the spans of
+    what it is given}."""
     outermost = [c for c in trace.modules if c.is_outermost and [*c.module.parameters()]]
     for called in {c.module: c for c in outermost if c.module not in told}.values():
-        told.add(called.module)
+        told[called.module] = [*map(extent, called.given)]
         yield f"{called.title} is given {listed(called.given) or 'no tensor'}"
         yield f"  and returns {listed(called.out)}"
         with suppress(RuntimeError):  # a graph that the script itself has freed

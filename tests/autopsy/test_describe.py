@@ -476,6 +476,25 @@ def test_a_loss_is_told_with_its_sign(tmp_path):
     assert re.search(r"loss -4\.\S+ at first, -4\.\S+ at the end, -4\.\S+ to -[34]\.", text)
 
 
+SAMPLER = """
+import torch
+net = torch.nn.Bilinear(2, 1, 2)
+opt = torch.optim.Adam(net.parameters())
+for i in range(6):
+    x, t = torch.rand(8, 2), torch.arange(1, 9).view(8, 1) / 8
+    opt.zero_grad(); net(x, t).square().mean().backward(); opt.step()
+net.eval()
+with torch.no_grad():
+    net(torch.rand(8, 2), torch.full((8, 1), 8.0))
+"""
+
+
+def test_other_numbers_in_an_evaluation_than_in_training_are_told(tmp_path):
+    lines = described(tmp_path, SAMPLER)[2]
+    (told,) = [line for line in lines if line.startswith("tensor ")]
+    assert told == "tensor 1 (from 0) holds 8; in the step above 0.125 .. 1"
+
+
 @needs_unix
 def test_a_run_that_is_interrupted_is_described(tmp_path):
     (tmp_path / "script.py").write_text(LOOP.replace("range(4)", "range(10**9)"))
