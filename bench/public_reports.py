@@ -2088,6 +2088,23 @@ for i in range(60):
         "net(ids[:, :-1], None)",
         "net(ids[:, :-1], later)",
     ),
+    "a temporal difference that trains its target": Row(
+        "github.com/mingen-pan/Reinforcement-Learning-Q-learning-Gridworld-Pytorch/pull/2",
+        "path",
+        r"the target of the loss at script.py:\d+ in <module> has a gradient: 0.9 times",
+        """
+q, gamma = mlp(), 0.9; opt = torch.optim.RMSprop(q.parameters(), 1e-3)
+for i in range(150):
+    (state, _), (later, _) = data(i), data(i + 1)
+    action, reward = state[:, :3].argmax(1, keepdim=True), state[:, 0]
+    later_value = q(later).max(1)[0]
+    target = reward + (reward > -1).float() * gamma * later_value
+    loss = nn.MSELoss()(q(state).gather(1, action).squeeze(1), target)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "q(later).max(1)[0]",
+        "q(later).max(1)[0].detach()",
+    ),
 }
 
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
@@ -2181,6 +2198,25 @@ for i in range(90):
 }
 
 OTHERS = {
+    "a residual gradient, and values that a reward does not name": """
+v, opt = mlp(1), None
+for discount in (0.9, 1.0):
+    opt = torch.optim.Adam(v.parameters(), 1e-3)
+    for i in range(60):
+        (x, y), (later, _) = data(i), data(i + 1)
+        residual = y[:, :1] + discount * v(later) - v(x)
+        opt.zero_grad(); residual.pow(2).mean().backward(); opt.step()
+""",
+    "critics whose targets have no graph, a model of rewards that has one": """
+gamma, v, model = 0.95, mlp(1), mlp(1); old = copy.deepcopy(v).requires_grad_(False)
+opt = torch.optim.Adam([*v.parameters(), *model.parameters()], 1e-3)
+for i in range(90):
+    (x, y), (later, _) = data(i), data(i + 1); reward = y[:, :1]
+    goal = reward + gamma * (v if i % 2 else old)(later).detach()
+    loss = F.mse_loss(v(x), goal) + F.mse_loss(model(x), reward + 0 * y[:, 1:2])
+    loss = loss + 0.1 * F.mse_loss(v(x), 0.5 * v(x + 0.01 * later) + 0.5 * v(x))
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
     "a head that grows by a class at a time": """
 means, head = 2 * torch.randn(5, 10), None
 body = nn.Sequential(nn.Linear(10, 32), nn.ReLU())

@@ -367,10 +367,12 @@ class CallRecorder(TorchFunctionMode):
         self.start = start
         self.calls = [call for call in self.calls if self.holds(call.number)]
         self.copied = {m: call for m, call in self.copied.items() if self.holds(call.number)}
-        for storage, calls in [*self.given.items()]:
-            self.given[storage] = [call for call in calls if self.holds(call.number)]
-            if not self.given[storage]:
-                del self.given[storage]
+        # In two passes, because torch 2.9 warns where a storage dies that Python holds by a weak
+        # reference alone: here calls end, and with them tensors, and no storage is named.
+        for calls in self.given.values():
+            calls[:] = [call for call in calls if self.holds(call.number)]
+        for storage in [storage for storage, calls in self.given.items() if not calls]:
+            del self.given[storage]
         self.outer, self.bytes = set(), 0
 
 

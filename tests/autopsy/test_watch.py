@@ -158,6 +158,21 @@ def test_where_every_operation_is_watched_memory_that_is_written_later_is_no_fau
     assert "the end" not in done.stdout and "failed" not in done.stderr
 
 
+MICRO_BATCHES = """
+import torch
+net = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for i in range(80):
+    net(torch.randn(8, 4)).square().mean().backward()
+    if i % 4 == 3: optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_nothing_but_the_last_line_is_printed_also_by_torch_itself(run):
+    """torch 2.9 warned of memory that ends while Python holds it by a weak reference."""
+    (line,) = run(MICRO_BATCHES).stderr.splitlines()
+    assert line.startswith("autopsy: 20 steps, nothing non-finite")
+
+
 READS = """
 import sys, torch
 from torch import nn
