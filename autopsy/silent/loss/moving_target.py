@@ -14,14 +14,12 @@ import torch
 
 from ...frames import code_of, line_now, script_frames_now
 from ...watch.events import FirstFunctions
-from ...watch.graph import graph_of
+from ..shared.graph_parts import REWARDS, only_part, weights_before, without_views
 
 OFTEN = 3  # steps
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss")
 SQUARES = ("pow", "__pow__", "square")
-VIEWS = re.compile("(Squeeze|Unsqueeze|View|Where|Expand|Clone|ToCopy|Select|Slice)Backward")
 DISCOUNTS = 0.5, 1  # one of them lies between
-REWARDS = re.compile(r"reward|discount|\bgamma\b", re.I)
 ON_PURPOSE = re.compile("residual", re.I)
 
 
@@ -32,7 +30,7 @@ class MovingTarget(FirstFunctions):
 
     def __init__(self, watch):
         super().__init__(watch)
-        self.found = {}  # line: {step: is it so?}
+        self.found = {}  # line: {step: the discount, or 0}
 
     def function_called(self, func, name, args, kwargs, out):
         sides = _sides(name, args, kwargs) if out.requires_grad else []
@@ -60,38 +58,20 @@ def _sides(name, args, kwargs):
     else:
         node = args[0].grad_fn
         nodes = [n for n, _ in node.next_functions] if node and "SubB" in node.name() else []
-    code = code_of(script_frames_now()) if all(nodes) and nodes else ""
+    code = code_of(script_frames_now()) if nodes and all(nodes) else ""
     return nodes if REWARDS.search(code) and not ON_PURPOSE.search(code) else []
 
 
 def _discount(target, other):
     """By how much the target counts a later result, if it is such a target; else 0."""
-    node = _through_views(target)
-    if node is None or node.name() != "AddBackward0" or not _only_part(node):
+    node = without_views(target)
+    if node is None or node.name() != "AddBackward0" or not only_part(node):
         return 0
-    node, factor = _through_views(_only_part(node)), 1.0
-    while node is not None and node.name() == "MulBackward0" and _only_part(node):
+    node, factor = without_views(only_part(node)), 1.0
+    while node is not None and node.name() == "MulBackward0" and only_part(node):
         factor = factor * (node._saved_other if node.next_functions[0][0] else node._saved_self)
-        node = _through_views(_only_part(node))
+        node = without_views(only_part(node))
     values = factor[factor != 0].unique().tolist() if isinstance(factor, torch.Tensor) else []
     low, high = DISCOUNTS
     is_one = len(values) == 1 and low < values[0] < high
-    return values[0] if is_one and _weights(node) & _weights(other) else 0
-
-
-def _through_views(node):
-    """The first node before it that computes something."""
-    while node is not None and VIEWS.match(node.name()):
-        node = _only_part(node)
-    return node
-
-
-def _only_part(node):
-    """What alone has a graph of what it was made of, or None."""
-    parts = [part for part, _ in node.next_functions if part]
-    return parts[0] if len(parts) == 1 else None
-
-
-def _weights(node):
-    nodes = graph_of([node] if node else [])
-    return {id(n.variable) for n in nodes if hasattr(n, "variable")}
+    return values[0] if is_one and weights_before(node) & weights_before(other) else 0

@@ -220,7 +220,7 @@ class StalledWeights(Events):
                 for p, copied in zip(params, copies, strict=True):
                     p.copy_(copied)
         self._explain(found, whole, end)
-        if len(cut) == len(mine):
+        if len(cut) == len(mine) and not seen.had_gradient:  # that is told of all of them
             seen.end, self.cut = end, []
 
     def _explain(self, found, whole, end):

@@ -1,0 +1,79 @@
+"""
+Trained critic: does the loss of a policy train the critic, too?
+
+log_prob * (reward - V(state)) should train the policy alone. Where V has a graph there, the
+gradient of the policy's loss moves it as well, wherever that makes a likely action look good, and
+nothing fails. In some steps it looks at products: told is a factor that is rewards without a graph
+minus a result, if the same backward pass fits a result of the same weights to numbers without a
+graph (another pass may clear its gradients first), and if the other factor depends on other
+weights. Only in scripts that speak of rewards.
+"""
+
+from ...frames import code_of, line_now, script_frames_now
+from ...watch.events import FirstFunctions
+from ...watch.graph import nodes_of
+from ..shared.graph_parts import REWARDS, only_part, weights_before, without_views
+
+OFTEN = 3  # steps
+LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss")
+SQUARES = ("pow", "__pow__", "square")
+PRODUCTS = ("mul", "__mul__", "__rmul__")
+
+
+class TrainedCritic(FirstFunctions):
+    """Advantages with a graph."""
+
+    functions = (*LOSSES, *SQUARES, *PRODUCTS)
+
+    def __init__(self, watch):
+        super().__init__(watch)
+        self.fits, self.products = [], []  # since the last backward pass: (node, weights, line)
+        self.found = {}  # line: steps
+
+    def function_called(self, func, name, args, kwargs, out):
+        nodes = [getattr(x, "grad_fn", None) for x in (*args[:2], *kwargs.values())]
+        if not out.requires_grad:
+            return
+        if name in PRODUCTS:
+            pairs = (nodes, nodes[::-1]) if len(nodes) == 2 and all(nodes) else ()
+            for factor, other in pairs:
+                weights = weights_before(_subtracted(factor))
+                if weights and weights_before(other) - weights and _speaks_of_rewards():
+                    self.products.append((out.grad_fn, weights, line_now()))
+        elif name in SQUARES:
+            self.fits.append((out.grad_fn, weights_before(_subtracted(nodes[0])), ""))
+        elif len(alone := [*filter(None, nodes)]) == 1:
+            self.fits.append((out.grad_fn, weights_before(alone[0]), ""))
+
+    def backward(self, losses):
+        fits, products, self.fits, self.products = self.fits, self.products, [], []
+        graph = {*nodes_of(losses)} if fits and products else {}
+        fitted = [weights for node, weights, _ in fits if node in graph]
+        for node, weights, line in products:
+            if node in graph and weights in fitted:
+                self.found.setdefault(line, set()).add(self.recorder.steps)
+
+    def stepped(self, optimizer):
+        self.fits, self.products = [], []  # they hold the graphs
+
+    def sentences(self):
+        for line, steps in self.found.items():
+            if len(steps) >= OFTEN:
+                yield (
+                    f"the product at {line} trains the critic, too: what it subtracts from the "
+                    "rewards has a gradient there, and the same backward pass fits it to them: "
+                    "detach() it in this product"
+                )
+
+
+def _speaks_of_rewards():
+    return REWARDS.search(code_of(script_frames_now()))
+
+
+def _subtracted(node):
+    """The result with a graph in a difference with something without one; or None."""
+    node = without_views(node)
+    while node is not None and node.name() == "NegBackward0":
+        node = without_views(only_part(node))
+    is_difference = node is not None and node.name() == "SubBackward0"
+    return only_part(node) if is_difference else None
