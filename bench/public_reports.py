@@ -2105,6 +2105,81 @@ for i in range(150):
         "q(later).max(1)[0]",
         "q(later).max(1)[0].detach()",
     ),
+    "an advantage that trains the critic": Row(
+        "github.com/astariul/encode-attend-navigate-pytorch/issues/2",
+        "path",
+        r"the product at script.py:\d+ in <module> trains the critic, too",
+        """
+actor, critic = mlp(), mlp(1)
+opt = torch.optim.Adam([*actor.parameters(), *critic.parameters()], 1e-3)
+for i in range(90):
+    x, y = data(i); guess = critic(x).squeeze(1)
+    policy = torch.distributions.Categorical(logits=actor(x)); action = policy.sample()
+    reward = y.gather(1, action[:, None]).squeeze(1)
+    loss = -((reward - guess) * policy.log_prob(action)).mean()
+    loss = loss + F.mse_loss(guess, reward)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "(reward - guess) *",
+        "(reward - guess.detach()) *",
+    ),
+    "the last place of padded sequences": Row(
+        "github.com/allenai/allennlp/issues/1713",
+        "padding",
+        r"script.py:\d+ in forward takes the last place .* padding in \d+ of 16 sequences",
+        """
+rnn = nn.utils.rnn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.gru, self.head = nn.GRU(3, 16, batch_first=True), nn.Linear(16, 3)
+    def forward(self, x, lengths):
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        out, _ = rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        return self.head(out[:, -1])
+def batch(i):
+    g = torch.Generator().manual_seed(i); x = torch.randn(16, 7, 3, generator=g)
+    return x, torch.randint(3, 8, (16,), generator=g), x[:, 0].argmax(1)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(60):
+    x, lengths, y = batch(i); loss = F.cross_entropy(net(x, lengths), y)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "out[:, -1]",
+        "out[torch.arange(len(out)), lengths - 1]",
+    ),
+    "state_dict() for load_state_dict()": Row(
+        "github.com/facebookresearch/mbrl-lib/issues/98",
+        "state",
+        r"script.py:\d+ loads nothing, `net.state_dict\(best\)`: write load_state_dict\(\)",
+        """
+net, best, lowest = mlp(), None, math.inf; opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(60):
+    x, y = data(i); loss = F.mse_loss(net(x), y); opt.zero_grad(); loss.backward(); opt.step()
+    if loss < lowest: lowest, best = loss.item(), copy.deepcopy(net.state_dict())
+net.state_dict(best)
+""",
+        "net.state_dict(best)",
+        "net.load_state_dict(best)",
+    ),
+    "log-probabilities that are detached, beside a number that trains": Row(
+        "github.com/alexhernandezgarcia/gflownet/pull/251",
+        "path",
+        r"no gradient has reached 0.weight, .*detach at script.py:\d+ in logprobs",
+        """
+policy, logZ = mlp(), nn.Parameter(torch.zeros(()))
+groups = [{"params": policy.parameters()}, {"params": [logZ], "lr": 0.1}]
+opt = torch.optim.Adam(groups, 1e-2)
+def logprobs(outputs, actions):
+    logits = outputs.clone().detach()
+    return logits.log_softmax(1).gather(1, actions).squeeze(1)
+for i in range(60):
+    x, y = data(i); actions = y.argmax(1, keepdim=True)
+    loss = (logZ + logprobs(policy(x), actions) - y.amax(1)).square().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "outputs.clone().detach()",
+        "outputs.clone()",
+    ),
 }
 
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
@@ -2198,6 +2273,20 @@ for i in range(90):
 }
 
 OTHERS = {
+    "a critic whose gradients of the policy's loss are cleared; the ends of padded sequences": """
+actor, critic, gamma = mlp(), mlp(1), 0.9; gru = nn.GRU(8, 8)
+a = torch.optim.Adam([*actor.parameters(), *gru.parameters()])
+c = torch.optim.Adam(critic.parameters())
+for i in range(60):
+    x, y = data(i); guess = critic(x)[:, 0]
+    policy = torch.distributions.Categorical(logits=actor(x)); action = policy.sample()
+    reward = y.gather(1, action[:, None])[:, 0]
+    packed = nn.utils.rnn.pack_padded_sequence(x[None].repeat(5, 1, 1), torch.tensor([5] * 16))
+    out, lengths = nn.utils.rnn.pad_packed_sequence(gru(packed)[0])
+    loss = -(policy.log_prob(action) * (reward - guess)).mean() + 0.1 * out[-1].square().mean()
+    a.zero_grad(); loss.backward(retain_graph=True); a.step()
+    c.zero_grad(); F.mse_loss(guess, reward).backward(); c.step()
+""",
     "a residual gradient, and values that a reward does not name": """
 v, opt = mlp(1), None
 for discount in (0.9, 1.0):
