@@ -33,7 +33,7 @@ class Used:
     fresh: bool = True  # has a backward pass come since then?
     cleared: bool = False
     in_time: bool = False  # has a clip ever come before a step?
-    late: dict = field(default_factory=dict)  # (line, limit) of a clip: how often it was late
+    late: dict = field(default_factory=dict)  # (line, limit, cleared before) of a clip: how often
 
 
 @dataclass(eq=False)
@@ -82,8 +82,9 @@ class LateClip(OutermostSteps):
 
         filled = {id(p) for p in params if p.grad is not None}
         if owners and filled <= set().union(*(seen.ids for seen in owners)):
-            late = Late(owners, (line_now(), limit), reads)
-            if all(seen.cleared for seen in owners):
+            cleared = all(seen.cleared for seen in owners)
+            late = Late(owners, (line_now(), limit, cleared), reads)
+            if cleared:
                 self._count(late)
             else:
                 self.waiting.append(late)
@@ -133,11 +134,13 @@ class LateClip(OutermostSteps):
 
     def sentences(self):
         for seen in self.all:
-            for (line, limit), n in seen.late.items() if not seen.in_time else ():
+            for (line, limit, cleared), n in seen.late.items() if not seen.in_time else ():
                 if n >= OFTEN:
+                    used = f"the step of {seen.name} at {seen.line}"
+                    why = f"only after {used} has used them, and they are cleared before the next"
+                    if cleared:
+                        why = f"when those of {used} are cleared, and there are no new ones yet"
                     yield (
-                        f"the gradients are clipped to {limit:g} at {line} only after the step of "
-                        f"{seen.name} at {seen.line} has used them, and they are cleared before "
-                        f"the next step, so it limits nothing (seen {n} times): clip between "
-                        "backward() and step()"
+                        f"the gradients are clipped to {limit:g} at {line} {why}, so it limits "
+                        f"nothing (seen {n} times): clip between backward() and step()"
                     )

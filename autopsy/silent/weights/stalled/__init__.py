@@ -118,6 +118,8 @@ class StalledWeights(Events):
         elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < MAX_LOSSES:
             self.elsewhere.append(self._no_weight(leaves(losses)))
         for p in self.recreated.before_backward(losses, self.weights):
+            for root in self.names.roots:
+                self.weights.add_all(root, private=True)
             why = "no module lists them (an object that is no nn.Module holds them?)"
             self.weights.add(p, f"a parameter {type_of(p)}", next(iter(self.names.roots)), why)
 

@@ -30,13 +30,15 @@ class WeightList(WeakIdKeyDictionary):
         if not w.module:
             w.name, w.module, w.unlisted = name, ref(module), unlisted
 
-    def add_all(self, root, prefix="", unlisted=""):
-        """All under this module."""
+    def add_all(self, root, prefix="", unlisted="", private=False):
+        """All under this module. private: also of lists whose name begins with _."""
         for path, module in root.named_modules(prefix=prefix):
             for name, p in module.named_parameters(path, recurse=False):
                 self.add(p, name, module, unlisted)
             for name, value in attributes_of(module).items():
                 own = f"{path}.{name}".lstrip(".")
+                if name[0] == "_" and not private:
+                    continue  # hidden on purpose: a frozen network, say
                 if type(value) in (list, tuple):
                     self._add_plain(root, module, own, [*enumerate(value)], "List")
                 elif type(value) is dict:
@@ -46,10 +48,8 @@ class WeightList(WeakIdKeyDictionary):
 
     def _add_plain(self, root, module, path, items, kind):
         """What a module keeps in a plain list, tuple or dict."""
-        *_, name = path.split(".")
-        alone = kind == "List" and len(items) == 1 and isinstance(items[0][1], nn.Module)
-        if alone or name[0] == "_":
-            return  # hidden on purpose: a frozen network, say
+        if kind == "List" and len(items) == 1 and isinstance(items[0][1], nn.Module):
+            return  # hidden on purpose
         where = f"they lie in a plain Python {kind.lower()}: use nn."
         for k, x in items:
             if isinstance(x, nn.Module) and x is not root:
