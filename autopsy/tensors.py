@@ -226,6 +226,16 @@ def flat_tensors(tree):
     return [a for a in leaves(tree) if isinstance(a, Tensor)]
 
 
+def mapped(function, tree, is_leaf=None):
+    """tree_map(), to which a torch.Size is a leaf: x.new(torch.Size([10])) makes ten numbers, and
+    of a tuple it makes one."""
+
+    def is_whole(x):
+        return isinstance(x, torch.Size) or (is_leaf is not None and is_leaf(x))
+
+    return tree_map(function, tree, is_leaf=is_whole)
+
+
 def leaves(tree):
     """tree_leaves(), faster for what is plain: it runs several times a call."""
     if isinstance(tree, Tensor) or type(tree) in ATOMS:
@@ -286,7 +296,7 @@ def exchange_dtype(tree, to, of, convert=None):
             return convert(v) if v.dtype in of else v
         return to if isinstance(v, torch.dtype) and v in of else v
 
-    return tree_map(one, tree)
+    return mapped(one, tree)
 
 
 def running_statistics(net):

@@ -16,12 +16,11 @@ from functools import cache, partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 
 from ..frames import first_line_of, line_of
 from ..modes import InDtype, compiled_code, without_checkpoints
 from ..step import unchanged
-from ..tensors import HALF, NARROW, numbers_of
+from ..tensors import HALF, NARROW, mapped, numbers_of
 from ..watch.calls import BACKWARD, buffers_back
 from ..watch.deferred import moved_by
 from ..watch.forward import SCALES, SUMS, operands_of
@@ -277,7 +276,7 @@ def _wider(call, dtype, of):
         batch = isinstance(t, torch.Tensor) and t.dtype in of and not t.requires_grad
         return t.to(dtype) if batch else t
 
-    args, kwargs = tree_map(one, (call.args, call.kwargs))
+    args, kwargs = mapped(one, (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)
 
 

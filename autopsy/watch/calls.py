@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import MappingKey, tree_leaves_with_path, tree_map
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from ..frames import call_from
 from ..step import carry, carry_back, put_back, set_rng_states
-from ..tensors import device_of, inner_tensors, leaves, storage_of
+from ..tensors import device_of, inner_tensors, leaves, mapped, storage_of
 
 BACKWARD = torch.autograd.backward
 SLOPES = (BACKWARD, torch.autograd.grad)
@@ -98,7 +98,7 @@ class Call:
             return made[x] if isinstance(x, ResultRef) else x
 
         try:
-            args, kwargs = tree_map(stand_in, (self.args, self.kwargs), is_leaf=is_packed)
+            args, kwargs = mapped(stand_in, (self.args, self.kwargs), is_leaf=is_packed)
         except KeyError:
             return  # made before the last step of another optimizer
         function = self.function
@@ -109,7 +109,7 @@ class Call:
         carry_back(self.carried)
         for module, name, state in self.states:
             with suppress(KeyError):  # else it is as it was
-                carry(module, name, tree_map(stand_in, state))
+                carry(module, name, mapped(stand_in, state))
         with ExitStack() as stack:
             stack.enter_context(torch._C._EnableTorchFunction())  # see Hooks.safely
             stack.enter_context(torch.set_grad_enabled(self.grad))

@@ -16,12 +16,11 @@ from math import inf
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ..frames import is_own
 from ..modes import is_compiled
 from ..step import attributes_of, carried_by, copied_buffers, put_back, unchanged
-from ..tensors import leaves
+from ..tensors import leaves, mapped
 from .calls import ResultRef, is_packed, leading_to
 from .replay import net_of
 
@@ -54,7 +53,7 @@ class Experiment:
             return made[x] if isinstance(x, ResultRef) else x
 
         call = self.call
-        args, kwargs = tree_map(as_made, (call.args, call.kwargs), is_leaf=is_packed)
+        args, kwargs = mapped(as_made, (call.args, call.kwargs), is_leaf=is_packed)
         self.given = inspect.signature(self.net.forward).bind(*args, **kwargs)
         for part in self.net.modules():
             part.training &= not self.evaluates

@@ -10,11 +10,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ..frames import line_of
 from ..step import unchanged
-from ..tensors import batch_size_of, batched, flat_tensors
+from ..tensors import batch_size_of, batched, flat_tensors, mapped
 from .calls import BACKWARD, SLOPES, ResultRef, add_hook, buffers_back
 from .replay import in_no_module, net_of
 
@@ -120,7 +119,7 @@ class Forward:
             rows = [*rows] * self.size
             for call in self.computed.values():
                 pick = self._pick(rows[: self.size], made, call.uses())
-                args, kwargs = tree_map(pick, (call.args, call.kwargs))
+                args, kwargs = mapped(pick, (call.args, call.kwargs))
                 replace(call, args=args, kwargs=kwargs).repeat(made)
         return sum(self._size(t) for _, t in self._losses(made))
 

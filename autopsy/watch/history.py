@@ -6,6 +6,7 @@ number; if there was none, the last lines quote them.
 """
 
 from collections import deque
+from itertools import pairwise
 from math import hypot, inf, isfinite
 from weakref import ref
 
@@ -60,9 +61,13 @@ class History:
         return not float(began.get(id(p), 0.0)) <= LIMIT
 
     def grown(self, deferred):
-        """A sentence for each optimizer whose weights have grown tenfold, with the rates."""
+        """A sentence for each optimizer whose weights have grown tenfold, with the rates. Those
+        that the script writes itself do not count."""
         for alive, start in self._start.values():
             params = params_of(alive()) if alive() else []
+            pairs = zip(params, start, strict=False)
+            pairs = [(p, x) for p, x in pairs if id(storage_of(p)) not in self._written]
+            params, start = [p for p, _ in pairs], [x for _, x in pairs]
             now, before = map(deferred.to_host, (deferred.norms(params), start))
             # its square may be inf
             pairs = zip(params, now, strict=True)
@@ -164,7 +169,10 @@ class History:
 
 
 def _tenfold(before, now):
-    return 0 < 10 * before[0][0] < now[-1][0]
+    """Whether they grow to more than tenfold, and do not just go up and down."""
+    norms = [norm for norm, _ in (before if before is now else [*before, now[-1]])]
+    rises = all(after > norm / 4 for norm, after in pairwise(norms))
+    return rises and 0 < 10 * norms[0] < norms[-1]
 
 
 def _listed(norms):

@@ -12,11 +12,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..frames import line_now, script_frames_now
 from ..step import KEPT, attributes_of, carried_by, copied_buffers, rng_states
-from ..tensors import batch_shape, device_of, flat_tensors, inner_tensors, storage_of
+from ..tensors import batch_shape, device_of, flat_tensors, inner_tensors, mapped, storage_of
 from .calls import ResultRef, named_arguments
 from .hooks import is_of_fabric, walk
 
@@ -149,7 +148,7 @@ class OutermostCalls:
         def made(x):
             return (isinstance(x, Tensor) and self.recorder.maker(x)) or x
 
-        return tree_map(made, tree)
+        return mapped(made, tree)
 
     def _module_ends(self, out):
         """What it has made and written is noted, to be read."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from ..frames import script_frames_now
 from ..step import rng_states
-from ..tensors import ATOMS, PLAIN, device_of, extent, flat_tensors, storage_of
+from ..tensors import ATOMS, PLAIN, device_of, extent, flat_tensors, mapped, storage_of
 from .calls import (
     SLOPES,
     Call,
@@ -193,7 +192,7 @@ class CallRecorder(TorchFunctionMode):
         start = len(self.calls)
         self.done(self.write(Tensor.clone, (whole[0].detach().clone(),), {}), whole[0])
         for call in given:
-            call.args, call.kwargs = tree_map(
+            call.args, call.kwargs = mapped(
                 lambda x: self.symbol(x) if torch.is_tensor(x) and storage_of(x) is storage else x,
                 (call.args, call.kwargs),
             )
@@ -206,7 +205,7 @@ class CallRecorder(TorchFunctionMode):
         if symbol is not t:  # an earlier call made it
             calls = takewhile(lambda call: call.number > symbol.number, reversed(self.calls))
         for call in calls:
-            call.args, call.kwargs = tree_map(
+            call.args, call.kwargs = mapped(
                 lambda x: before if x is symbol else x, (call.args, call.kwargs)
             )
         self.done(self.write(Tensor.clone, (before,), {}), t)
@@ -266,11 +265,11 @@ class CallRecorder(TorchFunctionMode):
                 self.memory[storage] = made
 
     def _symbols(self, tree):
-        if type(tree) is tuple:  # faster than tree_map()
+        if type(tree) is tuple:  # faster than mapped()
             return tuple(map(self._symbols, tree))
         if isinstance(tree, Tensor):
             return self.symbol(tree)
-        return tree if type(tree) in ATOMS else tree_map(self.symbol, tree, is_leaf=is_packed)
+        return tree if type(tree) in ATOMS else mapped(self.symbol, tree, is_leaf=is_packed)
 
     def symbol(self, t):
         """What stands for this tensor in a call."""

@@ -2892,3 +2892,31 @@ for step in range(20):
 """
 )
 tells("a number that compiled code reads", COMPILED_READ, 0, {"": "nothing non-finite"})
+STRANGE = (
+    PREAMBLE
+    + """
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__(); self.weight = nn.Parameter(torch.randn(6, 3))
+    def forward(self, x): return x @ self.weight
+net = Sum(); optimizer = torch.optim.SGD(net.parameters(), 0.01)
+for step in range(12):
+    x = torch.randn(10, 6)
+    width = x.new(torch.Size([10])).fill_(2.0)
+    if fault == "size" and step == 4: width[3] = -0.5
+    if fault == "written" and step == 4: net.weight.data.mul_(100.0)
+    out = net(x if fault else x.to_sparse()) * width.sqrt()[:, None]  # size
+    if fault == "written" and step == 4: out = out / (out.detach() * 0)  # written
+    optimizer.zero_grad(); (out * 0.1).square().mean().backward(); optimizer.step()
+"""
+)
+tells("a size, a sparse input", STRANGE, 0, {"": "12 steps, nothing non-finite -- not failed"})
+tells(
+    "a size, a sparse input",
+    STRANGE,
+    3,
+    {
+        "size": "sqrt of a negative number (-0.5) ... samples 3 of 10",
+        "written": "division by zero -- not a lower learning rate",
+    },
+)

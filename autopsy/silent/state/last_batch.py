@@ -9,6 +9,7 @@ where each batch is all data, or statistics are made again before the evaluation
 
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...tensors import few, type_of
@@ -26,7 +27,7 @@ class LastBatch(Events):
 
     def called(self, module, tensors):
         memories = self.batches.setdefault(module, set())
-        if tensors and len(memories) < 2:
+        if tensors and tensors[0].layout is torch.strided and len(memories) < 2:
             memories.add((tensors[0].data_ptr(), type_of(tensors[0])))
 
     def evaluated(self, module):
