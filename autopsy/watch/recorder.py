@@ -293,9 +293,11 @@ class CallRecorder(TorchFunctionMode):
         return t
 
     def maker(self, t):
-        """What made this tensor, if it can be made again."""
+        """What made this tensor, if it can be made again: with set_() or t.data = ..., which nobody
+        sees, it has got other memory."""
         made = self.known.get(t)
-        return made if made and self.holds(made.number) else None
+        here = made and self.holds(made.number) and made.memory == id(storage_of(t))
+        return made if here else None
 
     def holds(self, number):
         return number > self.start or number in self.tables

@@ -2920,3 +2920,84 @@ tells(
         "written": "division by zero -- not a lower learning rate",
     },
 )
+
+PHASES = (
+    PREAMBLE
+    + """
+def mlp(*sizes): return nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:]))
+source, target, critic = mlp(4, 8, 8), mlp(4, 8, 8), mlp(8, 8, 1)
+def fit(net):
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    for i in range(20):
+        optimizer.zero_grad(); net(torch.randn(8, 4)).square().mean().backward(); optimizer.step()
+def adapt(encoder):
+    mine = torch.optim.Adam(encoder.parameters(), 1e-3)  # wrong
+    theirs = torch.optim.Adam(critic.parameters(), 1e-3)
+    for i in range(20):
+        x = torch.randn(8, 4); theirs.zero_grad(); mine.zero_grad()
+        told = critic(torch.cat([source(x), target(x)]).detach())
+        F.softplus(told).mean().backward(); theirs.step()
+        theirs.zero_grad(); F.softplus(-critic(target(x))).mean().backward(); mine.step()
+fit(source); adapt(source if fault else target)
+"""
+)
+tells(
+    "an optimizer of another phase's network",
+    PHASES,
+    0,
+    {
+        "": "steps, nothing non-finite -- not had a gradient",
+        "wrong": "Adam (made at ... in adapt) has made 20 steps, and none of its 4 "
+        "parameters had a gradient in any",
+    },
+)
+
+STORAGES = (
+    PREAMBLE
+    + """
+import warnings; warnings.simplefilter("ignore")
+G, D = nn.Linear(2, 1), nn.Linear(1, 1)
+g, d = torch.optim.SGD(G.parameters(), 0.01), torch.optim.SGD(D.parameters(), 0.01)
+for step in range(20):
+    fake = G(torch.randn(8, 2)); d.zero_grad(); error = D(fake.detach()).mean(); error.backward()
+    d.step(); shown = error.data.storage().tolist()
+    fake = fake.detach() if fault else fake  # cut
+    g.zero_grad(); error = -D(fake).mean(); error.backward(); g.step()
+    shown += error.data.storage().tolist()
+"""
+)
+tells(
+    "numbers that are read from a storage",
+    STORAGES,
+    0,
+    {
+        "": "20 steps, nothing non-finite",
+        "cut": "none of its 2 parameters had a gradient in any: detach at ... gives no gradient",
+    },
+)
+
+SCALES = (
+    PREAMBLE
+    + """
+net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(400, 3))
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+images, labels = torch.rand(80, 3, 12, 12), torch.randint(3, (80,))
+def normalised(x): return (x - 0.45) / 0.25
+for i in range(8):
+    some = slice(8 * (i % 5), 8 * (i % 5) + 8)
+    loss = F.cross_entropy(net(normalised(images[some])), labels[some])
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+net.eval()
+with torch.no_grad():
+    net(images[40:] if fault else normalised(images[40:]))
+"""
+)
+tells(
+    "one evaluation of a single batch",
+    SCALES,
+    0,
+    {
+        "": "8 steps, nothing non-finite -- not Normalize",
+        "raw": "does one of both lack a Normalize?",
+    },
+)

@@ -18,7 +18,8 @@ from ...tensors import PLAIN, batched, flat_tensors
 from ...watch.events import Events
 
 LOOKS = 4  # calls of each kind
-OFTEN = 2  # of them
+OFTEN = 2  # of them, or one of so many images
+MANY = 32
 SIDE = 8  # pixels, at least
 CHANNELS = 16
 NUMBERS = 4096  # of a batch
@@ -49,7 +50,7 @@ class OtherScale(Events):
 
     def sentences(self):
         for module, looks in self.looks.items():
-            if min(map(len, looks.values())) >= OFTEN and _same_shape(*looks.values()):
+            if all(map(_are_enough, looks.values())) and _same_shape(*looks.values()):
                 trained, evaluated = (torch.stack([q for q, _ in looks[k]]).mean(0).cpu()
                                       for k in (True, False))  # fmt: skip
                 if _is_scaled(trained, evaluated):
@@ -64,6 +65,10 @@ def _are_images(t):
     is_plain = type(t) in PLAIN and t.layout is torch.strided and not t.is_meta
     is_given = t.is_floating_point() and not t.requires_grad and t.dim() == 4
     return is_plain and is_given and t.shape[1] <= CHANNELS and min(t.shape[2:]) >= SIDE
+
+
+def _are_enough(looks):
+    return len(looks) >= OFTEN or sum(shape[0] for _, shape in looks) >= MANY
 
 
 def _same_shape(*kinds):

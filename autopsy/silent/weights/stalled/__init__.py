@@ -49,7 +49,7 @@ class StalledWeights(Events):
         self.cut = []  # weights without a gradient, on which the loss depends
         self.leaf = ""  # where backward() was called of a tensor without a graph
         self.elsewhere = []  # for each of the first backward passes: where it ends if at no weight
-        self.seen = 0  # optimizers
+        self.seen = self.all_steps = 0  # optimizers; steps of all
         self.recreated = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
 
@@ -69,7 +69,10 @@ class StalledWeights(Events):
         if not seen or seen.alive() is not optimizer:
             seen = self.optimizers[id(optimizer)] = OptimizerHistory(optimizer, self.names)
             self.seen += 1
+            seen.first = self.all_steps
             seen.is_followed_closely = self.seen <= MAX_OPTIMIZERS
+        seen.last = self.all_steps
+        self.all_steps += 1
         seen.zeros, seen.live = self.zeros.get(optimizer, (0, -1))
 
         step = seen.steps

@@ -74,7 +74,9 @@ class Reasons:
 
     def _of(self, seen, mine):
         """Sentences about one optimizer."""
-        if not seen.had_gradient and not all(w.other_optimizer for w in mine):
+        # the weights of two optimizers are moved by the one in use
+        others = [w.other_optimizer for w in mine]
+        if not seen.had_gradient and not all(o and o.last > seen.first for o in others):
             yield self._without_gradient(seen, mine)
         with_gradient = [
             w for w in mine if w.always_had_gradient and not w.may_have_masters and float(w.rate)

@@ -22,6 +22,7 @@ class OptimizerHistory:
         self.alive, self.name = ref(optimizer), type(optimizer).__name__
         self.made = names.of_optimizer(optimizer)  # its name, and the line that made it
         self.steps = 0
+        self.first = self.last = 0  # of all steps of all optimizers: its first and its last one
         self.had_gradient = False  # whether a parameter had a gradient at any of them
         self.highest = 0.0  # rate
         self.end = ""  # of the graph of all its weights
