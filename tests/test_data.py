@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, needs_cuda, run_script, same
+from helpers import ROOT, needs_cuda, ranks_agree, run_script, same
 from torchvision.transforms.v2.functional import to_pil_image
 
 import train
@@ -92,6 +92,45 @@ def test_every_validation_image_is_seen_once_over_all_ranks():
             seen += y.tolist()
 
     assert sorted(seen) == [*range(95)]
+
+
+MORE_RANKS_THAN_IMAGES = """
+from types import SimpleNamespace
+import torch
+import ranks
+from data import batches
+from trainer import record, validation
+
+class TopLeft(torch.nn.Linear):
+    judged_by = "loss"
+
+    def forward(self, images, labels):
+        assert len(images), "a network need not take a batch of nothing"
+        loss = images[:, 0, 0, 0]
+        return loss.mean(), {"loss": loss, "guess": labels}
+
+device, rank, _, world_size = ranks.join("cpu")
+images = torch.full((1, 3, 8, 8), 7, dtype=torch.uint8)
+run = record.Run(
+    args=SimpleNamespace(workers=0),
+    rank=rank,
+    world_size=world_size,
+    data=SimpleNamespace(val=(images, torch.tensor([4]))),
+    stream=SimpleNamespace(normalize=batches.Normalize([0.0] * 3, [1.0] * 3)),
+    model=TopLeft(1, 1),
+)
+rows = []
+assert validation.evaluate_all(run, rows) == {"val_loss": 7.0}
+labels = [row[0].tolist() for row in rows]
+assert ranks.all_values(labels) == [[[4]], [[]]], "the image counts once"
+ranks.leave()
+print("agreed")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_validation_image_adds_nothing_to_the_scores(tmp_path):
+    ranks_agree(tmp_path, MORE_RANKS_THAN_IMAGES)
 
 
 @pytest.mark.parametrize(
