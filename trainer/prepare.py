@@ -327,7 +327,7 @@ def folder(run: Run, saved: dict | None) -> str:
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
         note = resume.load_whole_state(run, saved) if saved else ""
         if run.rank == 0:
-            run.folder = resume.make_folder(run, new=saved is None)
+            run.folder = resume.make_folder(run, saved)
             checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives
     run.folder = agreed(run.folder)
     run.checkpoints = checkpoint.Checkpoints(run.folder)

@@ -10,6 +10,7 @@ weights: a master, rounded, is its half weight to the bit. schema.py says what a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict
@@ -84,19 +85,23 @@ def read_checkpoint(run: Run) -> dict | None:
 
 
 def check_folder(run: Run, saved: dict | None) -> None:
-    """Before a cure needs it: last_good can be turned back to. And best.pt is there, or it will be
-    written again."""
+    """Before a cure needs it: last_good can be turned back to. And best.pt is there and of no later
+    step, or it will be written again."""
+    has_best = run.checkpoints.best.exists()
     with refusing(checkpoint.CheckpointError, OSError):
         if run.rank == 0:
             check_last_good(run, saved)
-    if agreed(not run.checkpoints.best.exists()):
+            if run.args.resume != "auto":  # perhaps a file before last.pt
+                with contextlib.suppress(checkpoint.CheckpointError):
+                    has_best &= schema.load(run.checkpoints.last)["step"] <= saved["step"]
+    if not agreed(has_best):
         run.best = None
         run.scores = {}
 
 
 def check_last_good(run: Run, saved: dict | None) -> None:
-    """It is of this run, and restore() takes it. What is damaged makes room for another. The run
-    is at `saved` again afterwards."""
+    """It is of this run, and restore() takes it. What is damaged, or of a later step, makes room
+    for another. The run is at `saved` again afterwards."""
     path = run.checkpoints.last_good
     try:
         good = schema.load(path)
@@ -104,14 +109,17 @@ def check_last_good(run: Run, saved: dict | None) -> None:
         if path.exists():
             path.replace(path.with_suffix(".damaged"))
         return
+    if good["step"] > saved["step"]:
+        path.replace(path.with_suffix(".later"))
+        return
     schema.describe_changes(good["identity"], run.identity, path)
     with schema.reading(path):
         restore(run, good)
     restore(run, saved)
 
 
-def make_folder(run: Run, new: bool) -> Path:
-    """--out-dir, or a new folder under runs/. `new`: it must not hold a run."""
+def make_folder(run: Run, saved: dict | None) -> Path:
+    """--out-dir, or a new folder under runs/. It must not hold another run than `saved`."""
     args = run.args
     if not args.out_dir:
         # Microseconds, because runs may start in the same second. It must not be there yet.
@@ -119,7 +127,8 @@ def make_folder(run: Run, new: bool) -> Path:
         path = Path("runs", f"{args.model}-{run.data.name}-{run.policy.name}-{now}")
         path.mkdir(parents=True)
         return path
-    if new and report.holds_a_run(args.out_dir):
+    home = Path(saved["path"]).parent.resolve() if saved else None
+    if home != args.out_dir.resolve() and report.holds_a_run(args.out_dir):
         raise checkpoint.CheckpointError(
             f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
             "new folder, or go on with --resume auto"
@@ -306,6 +315,10 @@ def adopt(run: Run, precision: str) -> None:
     policy = amp_policy.choose_policy(precision, caps, None, None)
     if run.policy.param_dtype is not policy.param_dtype:
         widen(run.optimizers)
+        for t in (*run.net.parameters(), *run.net.buffers()):  # frozen ones, and the buffers of O3
+            if t.dtype in amp_policy.HALF:
+                t.data = t.data.float()
+        run.guard.watch(run.net)
         compiles = run.compiled is not run.ddp
         run.ddp = parallel(run.model, run.device)  # the old one's hooks hang on half weights
         run.compiled = torch.compile(run.ddp, dynamic=False) if compiles else run.ddp
