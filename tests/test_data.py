@@ -298,6 +298,24 @@ def test_the_fingerprint_binds_each_image_to_its_label_and_its_place():
         ({"mean": [120.0], "std": [60.0]}, "mean should be a number from 0 to 255 for each of 3"),
         ({"mean": [0.5] * 3, "std": [0.2] * 3}, "std should be a number from 1 to 255"),
         ({"mean": [float("nan")] * 3, "std": [60.0] * 3}, "mean should be"),
+        ({"train": (IMAGES[..., :24], CLASSES)}, r"\(96, 3, 32, 24\): they should be uint8"),
+        ({"val": (IMAGES[:0], CLASSES[:0])}, r"val images are torch.uint8 \(0, 3, 32, 32\)"),
+        (
+            {"val": (F.pad(IMAGES, (8, 8, 8, 8)), CLASSES)},
+            "val images have 48 pixels a side: .* 32",
+        ),
+        ({"train": (IMAGES, CLASSES.int())}, r"train labels are torch.int32 \(96,\)"),
+        ({"val": (IMAGES, F.one_hot(CLASSES))}, r"val labels are torch.int64 \(96, 10\)"),
+        ({"val": (IMAGES, CLASSES.float())}, "val labels are torch.float32"),
+        (
+            {"val": (IMAGES, CLASSES.where(NUMBERS != 7, 10))},
+            "label of val image 7 is 10: .* 0 to 9",
+        ),
+        ({"val": (IMAGES, CLASSES.where(NUMBERS < 90, -1))}, "label of val image 90 is -1"),
+        (
+            {"train": (IMAGES, NUMBERS / 9), "val": (IMAGES, NUMBERS.log())},
+            "label of val image 0 is -inf",
+        ),
     ],
 )
 def test_a_dataset_that_makes_no_sense_is_refused(change, words):
@@ -305,6 +323,12 @@ def test_a_dataset_that_makes_no_sense_is_refused(change, words):
     Dataset("mine", **good)
     with pytest.raises(ValueError, match=words):
         Dataset("mine", **good | change)
+
+
+def test_labels_that_only_train_may_be_bad_because_the_run_names_and_leaves_out_their_images():
+    for labels in (CLASSES.where(NUMBERS != 7, 10), NUMBERS.log()):
+        val = CLASSES if labels.dtype is CLASSES.dtype else NUMBERS / 9
+        Dataset("mine", (IMAGES, labels), (IMAGES, val), synthetic.CLASSES)
 
 
 def example(name):
