@@ -488,6 +488,14 @@ def test_a_checkpoint_of_another_folder_does_not_overwrite_the_run_in_this_one(r
     assert run(*finished, "--resume", folder / "last.pt", out="other")[0] == 0
 
 
+def test_an_average_that_a_resume_switches_on_begins_with_the_weights_of_now(run, few):
+    flags = (*few, "--max-steps", EPOCH)
+    before = run(*flags)[1]
+    (run.folder / "best.pt").unlink()
+    code, last, _, _ = run(*flags, "--resume", "auto", "--ema", 0.99)
+    assert (code, last["val_loss"]) == (0, before["val_loss"])
+
+
 # --- Links
 
 written = None  # a set: names are collected

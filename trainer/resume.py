@@ -27,6 +27,7 @@ import checkpoint
 import optim
 import report
 from data import fingerprint
+from extras.ema import EMA
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 
@@ -304,8 +305,11 @@ def restore(run: Run, state: dict) -> None:
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
         optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})
     run.schedule.load_state_dict(state["schedule"])
-    if run.ema and state["ema"] is not None:
-        run.ema.load_state_dict(state["ema"])
+    if run.ema:
+        average = state["ema"]
+        if average is None:  # it begins with these weights
+            average = EMA(optim.master_params(run.optimizers).values()).state_dict()
+        run.ema.load_state_dict(average)
     run.updates = state["updates"]
 
 
