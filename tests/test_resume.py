@@ -496,6 +496,25 @@ def test_an_average_that_a_resume_switches_on_begins_with_the_weights_of_now(run
     assert (code, last["val_loss"]) == (0, before["val_loss"])
 
 
+def test_a_resume_keeps_the_micro_batches_that_healing_has_added_and_no_others(
+    run, finished, monkeypatch
+):
+    seen = []
+
+    def ends_at_once(run, stop):
+        seen.append(run.accum)
+        return record.End("done", 0)
+
+    monkeypatch.setattr(train, "train", ends_at_once)
+    state = checkpoint.load(run.folder / "last.pt")
+    file = run.folder / "early.pt"
+    for before, healed, asked, wanted in ((4, 4, 1, 1), (1, 4, 1, 4), (2, 4, 2, 4), (1, 2, 4, 4)):
+        state["accum"], state["identity"]["accum_steps"] = healed, before
+        torch.save(state, file)
+        assert run(*finished, "--accum-steps", asked, "--resume", file)[0] == 0
+        assert seen.pop() == wanted
+
+
 # --- Links
 
 written = None  # a set: names are collected

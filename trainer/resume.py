@@ -252,7 +252,8 @@ def load_whole_state(run: Run, state: dict) -> str:
         healing = state["healing"]
         run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
         run.total_steps += run.healing.extra_steps
-        run.accum = max(run.accum, state["accum"])
+        if state["accum"] > state["identity"]["accum_steps"]:  # healing has added some
+            run.accum = max(run.accum, state["accum"])
         run.stream.leave_out(state["quarantine"])
         keep_fp32(run.net, state["pinned"])  # first: these modules have fp32 weights
         keep_fp32(run.net, state["keep_output"], keep_output=True)
