@@ -39,7 +39,7 @@ class WrongArgument(ValueError):
 class Dataset:
     """What a run trains on.
 
-    train, val: images uint8 (N, C, H, W), a tensor or lazily decoded (`decode.Files`), and
+    train, val: images uint8 (N, C, S, S), a tensor or lazily decoded (`decode.Files`), and
         labels: int64 (N,), or for a regression float (N,) or (N, T).
     classes: a name for each output of the network: the classes in order, or what the numbers of a
         float target are called.
@@ -63,21 +63,41 @@ class Dataset:
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"{self.name}: two classes are called {', '.join(twice)}")
         for split, (images, labels) in (("train", self.train), ("val", self.val)):
-            if isinstance(images, Tensor) and (images.dtype is not torch.uint8 or images.ndim != 4):
-                raise ValueError(
-                    f"{self.name}: the {split} images are {images.dtype} {tuple(images.shape)}: "
-                    "they should be uint8 (N, C, H, W)"
-                )
-            if len(images) != len(labels):
-                raise ValueError(
-                    f"{self.name}: {len(images)} {split} images have {len(labels)} labels"
-                )
+            if sentence := self.wrong_split(split, images, labels):
+                raise ValueError(f"{self.name}: {sentence}")
         if not self.mean:
             self.mean, self.std = batches.statistics(self.train[0])
         self.mean = [float(x) for x in self.mean]
         self.std = [float(x) for x in self.std]
         if sentence := wrong_statistics(self.mean, self.std, self.channels):
             raise ValueError(f"{self.name}: {sentence}")
+
+    def wrong_split(self, split: str, images: batches.Images, labels: Tensor) -> str:
+        """Say what is wrong with a split, or "". A bad label that only trains is named in its step,
+        and its image left out."""
+        kind, shape = getattr(images, "dtype", torch.uint8), tuple(images.shape)
+        if kind is not torch.uint8 or len(shape) != 4 or shape[2] != shape[3] or not shape[0]:
+            wanted = "they should be uint8 (N, C, S, S), one or more squares"
+            return f"the {split} images are {kind} {shape}: {wanted}"
+        if len(images) != len(labels):
+            return f"{len(images)} {split} images have {len(labels)} labels"
+        is_class = labels.dtype is torch.int64 and labels.ndim == 1
+        if self.regression != labels.is_floating_point() or not (self.regression or is_class):
+            wanted = "they should be int64 (N,) in both splits, or float in both"
+            return f"the {split} labels are {labels.dtype} {tuple(labels.shape)}: {wanted}"
+        if split == "train":
+            return ""
+        side = self.train[0].shape[-1]
+        if shape[-1] > side:
+            wanted = f"they should have at most the {side} of the training images"
+            return f"the val images have {shape[-1]} pixels a side: {wanted}"
+        bad = labels != labels.clamp(0, len(self.classes) - 1)
+        if self.regression:
+            bad = ~labels.isfinite()
+        for i in bad.nonzero()[:1, 0].tolist():
+            wanted = "finite" if self.regression else f"one of 0 to {len(self.classes) - 1}"
+            return f"the label of val image {i} is {labels[i].tolist()}: it should be {wanted}"
+        return ""
 
     def place(self, device: torch.device) -> None:
         """Move the images to the device, if they fit."""

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, needs_cuda, run_script, same
+from helpers import ROOT, needs_cuda, ranks_agree, run_script, same
 from torchvision.transforms.v2.functional import to_pil_image
 
 import train
@@ -92,6 +92,45 @@ def test_every_validation_image_is_seen_once_over_all_ranks():
             seen += y.tolist()
 
     assert sorted(seen) == [*range(95)]
+
+
+MORE_RANKS_THAN_IMAGES = """
+from types import SimpleNamespace
+import torch
+import ranks
+from data import batches
+from trainer import record, validation
+
+class TopLeft(torch.nn.Linear):
+    judged_by = "loss"
+
+    def forward(self, images, labels):
+        assert len(images), "a network need not take a batch of nothing"
+        loss = images[:, 0, 0, 0]
+        return loss.mean(), {"loss": loss, "guess": labels}
+
+device, rank, _, world_size = ranks.join("cpu")
+images = torch.full((1, 3, 8, 8), 7, dtype=torch.uint8)
+run = record.Run(
+    args=SimpleNamespace(workers=0),
+    rank=rank,
+    world_size=world_size,
+    data=SimpleNamespace(val=(images, torch.tensor([4]))),
+    stream=SimpleNamespace(normalize=batches.Normalize([0.0] * 3, [1.0] * 3)),
+    model=TopLeft(1, 1),
+)
+rows = []
+assert validation.evaluate_all(run, rows) == {"val_loss": 7.0}
+labels = [row[0].tolist() for row in rows]
+assert ranks.all_values(labels) == [[[4]], [[]]], "the image counts once"
+ranks.leave()
+print("agreed")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_validation_image_adds_nothing_to_the_scores(tmp_path):
+    ranks_agree(tmp_path, MORE_RANKS_THAN_IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +298,24 @@ def test_the_fingerprint_binds_each_image_to_its_label_and_its_place():
         ({"mean": [120.0], "std": [60.0]}, "mean should be a number from 0 to 255 for each of 3"),
         ({"mean": [0.5] * 3, "std": [0.2] * 3}, "std should be a number from 1 to 255"),
         ({"mean": [float("nan")] * 3, "std": [60.0] * 3}, "mean should be"),
+        ({"train": (IMAGES[..., :24], CLASSES)}, r"\(96, 3, 32, 24\): they should be uint8"),
+        ({"val": (IMAGES[:0], CLASSES[:0])}, r"val images are torch.uint8 \(0, 3, 32, 32\)"),
+        (
+            {"val": (F.pad(IMAGES, (8, 8, 8, 8)), CLASSES)},
+            "val images have 48 pixels a side: .* 32",
+        ),
+        ({"train": (IMAGES, CLASSES.int())}, r"train labels are torch.int32 \(96,\)"),
+        ({"val": (IMAGES, F.one_hot(CLASSES))}, r"val labels are torch.int64 \(96, 10\)"),
+        ({"val": (IMAGES, CLASSES.float())}, "val labels are torch.float32"),
+        (
+            {"val": (IMAGES, CLASSES.where(NUMBERS != 7, 10))},
+            "label of val image 7 is 10: .* 0 to 9",
+        ),
+        ({"val": (IMAGES, CLASSES.where(NUMBERS < 90, -1))}, "label of val image 90 is -1"),
+        (
+            {"train": (IMAGES, NUMBERS / 9), "val": (IMAGES, NUMBERS.log())},
+            "label of val image 0 is -inf",
+        ),
     ],
 )
 def test_a_dataset_that_makes_no_sense_is_refused(change, words):
@@ -266,6 +323,12 @@ def test_a_dataset_that_makes_no_sense_is_refused(change, words):
     Dataset("mine", **good)
     with pytest.raises(ValueError, match=words):
         Dataset("mine", **good | change)
+
+
+def test_labels_that_only_train_may_be_bad_because_the_run_names_and_leaves_out_their_images():
+    for labels in (CLASSES.where(NUMBERS != 7, 10), NUMBERS.log()):
+        val = CLASSES if labels.dtype is CLASSES.dtype else NUMBERS / 9
+        Dataset("mine", (IMAGES, labels), (IMAGES, val), synthetic.CLASSES)
 
 
 def example(name):

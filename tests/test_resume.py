@@ -23,16 +23,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import needs_rescue, refused, run_ranks, script
+from helpers import needs_rescue, policy_for, refused, run_ranks, same, script
+from torch import nn
 
 import checkpoint
 import guards
+import optim
 import report
 import train
 from bench.kill_resume import ROOT, Job, children, differences, draw_images, result
 from data import batches
 from models.classifier import Classifier
-from trainer import prepare, resume, schema
+from trainer import prepare, record, resume, schema
 
 EPOCH = 6  # steps: 120 images in batches of 20
 PACE = ("--batch-size", 20, "--max-steps", 20, "--ckpt-every", 4)
@@ -147,6 +149,28 @@ def test_two_ranks_outlive_the_death_of_one_and_of_all(few_images, run):
     )
     assert (code, last["precision"], last["steps"], last["updates"]) == (0, "bf16", 20, 20)
     assert [line["step"] for line in lines[1:] if "lr" in line] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_run_that_gives_up_half_weights_has_none_left_that_is_frozen_or_a_buffer(level):
+    policy = policy_for(level)
+    net = policy.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    net[0].requires_grad_(False)
+    guard = guards.Guard(net)
+    adamw = optim.ClippedAdamW(net[1].parameters(), eps=1e-4, clip=None, masters=policy.masters)
+    run = record.Run(policy=policy, net=net, model=net, optimizers=[adamw], guard=guard)
+
+    resume.adopt(run, "fp32")
+
+    kinds = {t.dtype for t in net.state_dict().values() if t.is_floating_point()}
+    assert kinds == {torch.float32}
+    guard.open(1)
+    mean = net[1].running_mean.clone()
+    loss = net(torch.full((8, 4), 9.0)).sum() * torch.nan
+    loss.backward()
+    guard.see_loss(loss)
+    guard.step([adamw])
+    assert same(mean, net[1].running_mean), "the guard restores the buffers of now"
 
 
 # --- Stopped
@@ -437,6 +461,60 @@ def test_a_folder_whose_name_is_no_text_holds_a_run_like_any_other(run, few):
     assert run(*few, "--max-steps", 4, "--resume", "auto", out=name)[1]["steps"] == 4
 
 
+@needs_rescue
+def test_what_a_run_goes_back_to_and_its_best_weights_are_never_those_of_later_steps(run, finished):
+    early = run.folder / "early.pt"
+    shutil.copy(run.folder / "last.pt", early)
+    few, later = finished[:-1], 3 * EPOCH
+    assert run(*few, later, "--resume", "auto")[0] == 0
+    goes_on = (*few, later, "--resume", early)
+    code, last, _, _ = run(*goes_on, "--lr", 1e-9, "--inject", f"nan:param@step={EPOCH + 2}")
+    assert (code, last["status"]) == (0, "done"), last
+    back = [text for text in last["warnings"] if "back to the weights of step" in text]
+    assert [text.split()[-1] for text in back] == [f"{EPOCH}"]
+    assert checkpoint.load(run.folder / "last.pt")["healing"]["extra_steps"] > 0
+    code, last, _, _ = run(*finished, "--resume", early)
+    assert (code, last["steps"]) == (0, EPOCH), last
+    assert same(checkpoint.load(run.folder / "best.pt"), {**checkpoint.load(early)["model"]})
+
+
+def test_a_checkpoint_of_another_folder_does_not_overwrite_the_run_in_this_one(run, finished):
+    assert run(*finished, out="other")[0] == 0
+    folder = run.folder.with_name("other")
+    before = tree(folder)
+    from_outside = run(*finished, "--resume", run.folder / "last.pt", out="other")
+    refused(from_outside, "holds another run")
+    assert tree(folder) == before
+    assert run(*finished, "--resume", folder / "last.pt", out="other")[0] == 0
+
+
+def test_an_average_that_a_resume_switches_on_begins_with_the_weights_of_now(run, few):
+    flags = (*few, "--max-steps", EPOCH)
+    before = run(*flags)[1]
+    (run.folder / "best.pt").unlink()
+    code, last, _, _ = run(*flags, "--resume", "auto", "--ema", 0.99)
+    assert (code, last["val_loss"]) == (0, before["val_loss"])
+
+
+def test_a_resume_keeps_the_micro_batches_that_healing_has_added_and_no_others(
+    run, finished, monkeypatch
+):
+    seen = []
+
+    def ends_at_once(run, stop):
+        seen.append(run.accum)
+        return record.End("done", 0)
+
+    monkeypatch.setattr(train, "train", ends_at_once)
+    state = checkpoint.load(run.folder / "last.pt")
+    file = run.folder / "early.pt"
+    for before, healed, asked, wanted in ((4, 4, 1, 1), (1, 4, 1, 4), (2, 4, 2, 4), (1, 2, 4, 4)):
+        state["accum"], state["identity"]["accum_steps"] = healed, before
+        torch.save(state, file)
+        assert run(*finished, "--accum-steps", asked, "--resume", file)[0] == 0
+        assert seen.pop() == wanted
+
+
 # --- Links
 
 written = None  # a set: names are collected
@@ -531,5 +609,5 @@ def test_a_folder_belongs_to_one_run_at_a_time(run, few, monkeypatch):
         policy=SimpleNamespace(name="p"),
     )
     # Runs that start in the same second.
-    names = [resume.make_folder(two, new=True).name for _ in range(3)]
+    names = [resume.make_folder(two, None).name for _ in range(3)]
     assert len(set(names)) == 3 and all((Path("runs") / name).is_dir() for name in names)

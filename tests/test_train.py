@@ -220,6 +220,7 @@ def test_anomaly_mode_that_finds_a_nan_ends_with_its_traceback_and_the_summary(r
     code, last, error, _ = run("--detect-anomaly", "--inject", "nan:act:groups.1@step=3")
     assert (code, last["status"]) == (1, "failed")
     assert "returned nan values" in error
+    assert "--detect-anomaly ends a run at its first NaN" in error
 
 
 def test_a_run_that_died_before_its_first_checkpoint_does_not_block_its_folder(run, monkeypatch):
@@ -478,6 +479,22 @@ def test_few_images_take_adamw_because_muon_would_take_longer_than_they(images, 
     assert args.muon == left
     assert args.lr == pytest.approx(rate)
     assert ("AdamW alone" in args.lr_reason) == (not left)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_a_run_that_goes_on_gives_muon_what_it_had_whether_or_not_the_batch_is_named(
+    batch_size, alone
+):
+    recipe = RECIPE | {"batch_size": 256, "lr": 8e-3, "muon": ["a*"]}
+    muon = [] if alone else ["a*"]
+    args = SimpleNamespace(
+        batch_size=batch_size, lr=None, accum_steps=1, recipe=recipe, muon=["a*"]
+    )
+    data = SimpleNamespace(train=(None, range(51)))
+    plan.choose_batch(record.Run(args=args, data=data), {"identity": {"muon": muon}})
+    rate = 1e-3 * (16 / 64) ** 0.5 if alone else 8e-3 * (16 / 256) ** 0.5
+    assert (args.batch_size, args.muon, args.lr) == (16, muon, pytest.approx(rate))
 
 
 @pytest.mark.parametrize(

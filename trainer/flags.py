@@ -123,7 +123,12 @@ TABLE = {
             "look for hardware that returns wrong finite "
             "numbers, every N steps; default: once an epoch; 0: never",
         ),
-        ("--detect-anomaly", bool, False, "autograd's own anomaly mode; slow"),
+        (
+            "--detect-anomaly",
+            bool,
+            False,
+            "autograd's own anomaly mode: slow, the first NaN ends the run",
+        ),
         ("--inject", str, "", "plant a fault: nan:grad:head.weight@step=5"),
         ("--replay", Path, None, "examine a recorded bad step again, then exit"),
     ],

@@ -32,23 +32,25 @@ SLOW = 0.02  # of the rate, for weights that --init has loaded
 FEW = 32  # images in a batch, of a set of less than 256
 
 
-def choose_batch(run: Run):
+def choose_batch(run: Run, saved: dict | None = None):
     """Set the batch size and the learning rate, and a reason for them. The recipe's batch may be
-    larger than a small set: four batches an epoch, of 16 images or more, also learn from it."""
+    larger than a small set: four batches an epoch, of 16 images or more, also learn from it. A run
+    that goes on (`saved`) gives Muon what it had."""
     args, recipe, total = run.args, run.args.recipe, len(run.data.train[1])
     pieces = run.world_size * args.accum_steps
     quarter = 2 ** max(4, int(math.log2(max(total, 4) / 4)))
     suits = min(recipe["batch_size"], quarter, total)
     suits = max(pieces, suits - suits % pieces)
     why, usual = "", recipe
+    alone = not saved["identity"].get("muon") if saved else args.batch_size is None
     if args.batch_size is None:
         args.batch_size = suits
-        few = suits <= FEW and suits < recipe["batch_size"]
-        if few and recipe["muon"] and args.muon == recipe["muon"]:
-            # Muon turns each matrix once a step: that takes longer than so few images.
-            args.muon, usual, why = [], FINE_TUNE, "AdamW alone, "
         if suits != recipe["batch_size"]:
-            why += f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
+            why = f"batch {suits}, not {recipe['batch_size']}, for {total:,} images; "
+    few = args.batch_size <= FEW and args.batch_size < recipe["batch_size"]
+    if alone and few and recipe["muon"] and args.muon == recipe["muon"]:
+        # Muon turns each matrix once a step: that takes longer than so few images.
+        args.muon, usual, why = [], FINE_TUNE, f"AdamW alone, {why}"
     if args.batch_size % pieces:
         refuse(
             2,

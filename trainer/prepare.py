@@ -65,7 +65,7 @@ def setup(run: Run, train_step: Callable):
     local_rank = timed(process)
     saved = resume.read_checkpoint(run)
     weights = read_init(run, saved, local_rank)
-    unreadable = timed(data, local_rank)
+    unreadable = timed(data, saved, local_rank)
     began = timed(network, weights)
     seconds = timed(plan.precision, saved)
     with refusing(ValueError):
@@ -151,7 +151,7 @@ def read_init(run: Run, saved: dict | None, local_rank: int) -> Weights | None:
     return None
 
 
-def data(run: Run, local_rank: int) -> list[str]:
+def data(run: Run, saved: dict | None, local_rank: int) -> list[str]:
     """Load the data and make the stream of batches. Returns a sentence for each unreadable file.
 
     Only this function maps errors of data to exit codes: 2 for a wrong argument, 4 for bad data.
@@ -184,7 +184,7 @@ def data(run: Run, local_rank: int) -> list[str]:
         run.data.mean, run.data.std = run.start["mean"], run.start["std"]
     refuse_other_data(run)
     run.accum = args.accum_steps
-    plan.choose_batch(run)
+    plan.choose_batch(run, saved)
     run.data.place(run.device)
     make_stream(run)
     return left_out
@@ -327,7 +327,7 @@ def folder(run: Run, saved: dict | None) -> str:
     with refusing(checkpoint.CheckpointError, OSError, RuntimeError, ValueError):
         note = resume.load_whole_state(run, saved) if saved else ""
         if run.rank == 0:
-            run.folder = resume.make_folder(run, new=saved is None)
+            run.folder = resume.make_folder(run, saved)
             checkpoint.Checkpoints(run.folder).lock()  # for as long as this process lives
     run.folder = agreed(run.folder)
     run.checkpoints = checkpoint.Checkpoints(run.folder)

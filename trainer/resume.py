@@ -10,6 +10,7 @@ weights: a master, rounded, is its half weight to the bit. schema.py says what a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict
@@ -26,6 +27,7 @@ import checkpoint
 import optim
 import report
 from data import fingerprint
+from extras.ema import EMA
 from fp32 import keep_fp32, pinned
 from ranks import agreed, all_values, must_agree, parallel, refuse, refusing
 
@@ -84,19 +86,23 @@ def read_checkpoint(run: Run) -> dict | None:
 
 
 def check_folder(run: Run, saved: dict | None) -> None:
-    """Before a cure needs it: last_good can be turned back to. And best.pt is there, or it will be
-    written again."""
+    """Before a cure needs it: last_good can be turned back to. And best.pt is there and of no later
+    step, or it will be written again."""
+    has_best = run.checkpoints.best.exists()
     with refusing(checkpoint.CheckpointError, OSError):
         if run.rank == 0:
             check_last_good(run, saved)
-    if agreed(not run.checkpoints.best.exists()):
+            if run.args.resume != "auto":  # perhaps a file before last.pt
+                with contextlib.suppress(checkpoint.CheckpointError):
+                    has_best &= schema.load(run.checkpoints.last)["step"] <= saved["step"]
+    if not agreed(has_best):
         run.best = None
         run.scores = {}
 
 
 def check_last_good(run: Run, saved: dict | None) -> None:
-    """It is of this run, and restore() takes it. What is damaged makes room for another. The run
-    is at `saved` again afterwards."""
+    """It is of this run, and restore() takes it. What is damaged, or of a later step, makes room
+    for another. The run is at `saved` again afterwards."""
     path = run.checkpoints.last_good
     try:
         good = schema.load(path)
@@ -104,14 +110,17 @@ def check_last_good(run: Run, saved: dict | None) -> None:
         if path.exists():
             path.replace(path.with_suffix(".damaged"))
         return
+    if good["step"] > saved["step"]:
+        path.replace(path.with_suffix(".later"))
+        return
     schema.describe_changes(good["identity"], run.identity, path)
     with schema.reading(path):
         restore(run, good)
     restore(run, saved)
 
 
-def make_folder(run: Run, new: bool) -> Path:
-    """--out-dir, or a new folder under runs/. `new`: it must not hold a run."""
+def make_folder(run: Run, saved: dict | None) -> Path:
+    """--out-dir, or a new folder under runs/. It must not hold another run than `saved`."""
     args = run.args
     if not args.out_dir:
         # Microseconds, because runs may start in the same second. It must not be there yet.
@@ -119,7 +128,8 @@ def make_folder(run: Run, new: bool) -> Path:
         path = Path("runs", f"{args.model}-{run.data.name}-{run.policy.name}-{now}")
         path.mkdir(parents=True)
         return path
-    if new and report.holds_a_run(args.out_dir):
+    home = Path(saved["path"]).parent.resolve() if saved else None
+    if home != args.out_dir.resolve() and report.holds_a_run(args.out_dir):
         raise checkpoint.CheckpointError(
             f"--out-dir {args.out_dir} holds another run, or a run without its checkpoints: name a "
             "new folder, or go on with --resume auto"
@@ -242,7 +252,8 @@ def load_whole_state(run: Run, state: dict) -> str:
         healing = state["healing"]
         run.healing = Healing(**healing | {"trend": Trend(**healing["trend"])})
         run.total_steps += run.healing.extra_steps
-        run.accum = max(run.accum, state["accum"])
+        if state["accum"] > state["identity"]["accum_steps"]:  # healing has added some
+            run.accum = max(run.accum, state["accum"])
         run.stream.leave_out(state["quarantine"])
         keep_fp32(run.net, state["pinned"])  # first: these modules have fp32 weights
         keep_fp32(run.net, state["keep_output"], keep_output=True)
@@ -295,8 +306,11 @@ def restore(run: Run, state: dict) -> None:
         masters = [state["model"][names[p]].float() for p in getattr(optimizer, "masters", ())]
         optimizer.load_state_dict(saved | {"param_groups": groups, "masters": masters})
     run.schedule.load_state_dict(state["schedule"])
-    if run.ema and state["ema"] is not None:
-        run.ema.load_state_dict(state["ema"])
+    if run.ema:
+        average = state["ema"]
+        if average is None:  # it begins with these weights
+            average = EMA(optim.master_params(run.optimizers).values()).state_dict()
+        run.ema.load_state_dict(average)
     run.updates = state["updates"]
 
 
@@ -306,6 +320,10 @@ def adopt(run: Run, precision: str) -> None:
     policy = amp_policy.choose_policy(precision, caps, None, None)
     if run.policy.param_dtype is not policy.param_dtype:
         widen(run.optimizers)
+        for t in (*run.net.parameters(), *run.net.buffers()):  # frozen ones, and the buffers of O3
+            if t.dtype in amp_policy.HALF:
+                t.data = t.data.float()
+        run.guard.watch(run.net)
         compiles = run.compiled is not run.ddp
         run.ddp = parallel(run.model, run.device)  # the old one's hooks hang on half weights
         run.compiled = torch.compile(run.ddp, dynamic=False) if compiles else run.ddp

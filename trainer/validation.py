@@ -104,16 +104,17 @@ def log_scores(run: Run) -> None:
 
 def evaluate_all(run: Run, rows: list | None = None) -> dict[str, float]:
     """The scores of all validation images, on all ranks. rows: see evaluate()."""
+    spare = run.rank >= len(run.data.val[1])  # no image is left for this rank: it takes rank 0's
     split = batches.val_batches(
         *run.data.val,
         run.stream.normalize,
         batch_size=500,
-        rank=run.rank,
+        rank=0 if spare else run.rank,
         world_size=run.world_size,
         device=run.device,
         workers=run.args.workers,
     )
-    return evaluate(run.model, split, graph=run.graph, rows=rows)
+    return evaluate(run.model, split, graph=run.graph, rows=rows, spare=spare)
 
 
 def rank_scores(run: Run, scores: dict[str, float]) -> list[float]:
@@ -174,18 +175,21 @@ def evaluate(
     alone: bool = False,
     graph: StepGraph | None = None,
     rows: list | None = None,
+    spare: bool = False,
 ) -> dict[str, float]:
     """Mean of every metric over all validation images of all ranks (`alone`: of this rank only),
     under the names val_*.
 
-    rows: gets the labels, guesses and losses of each batch of a classifier.
+    rows: gets the labels, guesses and losses of each batch of a classifier. spare: no image counts.
     INDEPENDENT is 1 where different images of a label always have the same loss, and it is not 0.
     """
     model.eval()
     total = 0.0
     for x, y in split:
         parts = [metrics for _, metrics in in_halves(model, x, y, graph)]
-        metrics = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        counted = slice(0 if spare else None)
+        x, y = x[counted], y[counted]
+        metrics = {name: torch.cat([part[name] for part in parts])[counted] for name in parts[0]}
         guess = metrics.pop("guess", None)
         if guess is not None and rows is not None:
             rows.append((y, guess, metrics["loss"]))
@@ -210,7 +214,7 @@ def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> dict[str, Tensor]:
     """Compare each image with the next one in the order of labels. (B,) each; the last image has no
     next one. "pairs": the two have one label and different contents. "differ": these two have
     different losses as well."""
-    if y.is_floating_point():
+    if y.is_floating_point() or not len(y):
         return dict.fromkeys(("pairs", "differ"), torch.zeros_like(loss))
     order = y.argsort()
     content = x.float().flatten(1).square().mean(1)[order]
