@@ -361,7 +361,7 @@ class ClippedAdamW(AdamW):
         if steps:
             torch._foreach_add_(steps, [1 - found_inf] * len(steps))
         for g, *columns in work:
-            columns = [[local(t) for t in column] for column in columns]
+            columns = [[*map(local, column)] for column in columns]
             options = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
             beta1, beta2 = g["betas"]
             for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
@@ -379,15 +379,18 @@ class ClippedAdamW(AdamW):
         params = [p for p in g["params"] if p.grad is not None]
         targets = [self.masters.get(p, p) for p in params]
         grads = [p.grad for p in params]
-        if [layout(x) for x in grads] != [layout(t) for t in targets]:
+        if [*map(layout, grads)] != [*map(layout, targets)]:
             grads = [torch.empty_like(t) for t in targets]
             torch._foreach_copy_(grads, [p.grad for p in params])
-        for p, t in zip(params, targets, strict=True):
-            if not self.state[p]:
-                self._check(p)
-                moments = {name: torch.zeros_like(t) for name in MOMENTS[: 2 + g["amsgrad"]]}
-                self.state[p] = {**moments, "step": torch.zeros((), device=t.device)}
         states = [self.state[p] for p in params]
+        for p, t, state in zip(params, targets, states, strict=True):
+            if not state:
+                self._check(p)
+                state["step"] = torch.zeros((), device=t.device)
+            # New, or the network has been given another memory format.
+            if len(state) == 1 or state["exp_avg"].stride() != t.stride():
+                for name in MOMENTS[: 2 + g["amsgrad"]]:
+                    state[name] = torch.zeros_like(t).add_(state.get(name, 0))
         columns = [[s[name] for s in states if name in s] for name in (*MOMENTS, "step")]
         return g, targets, grads, *columns
 

@@ -288,6 +288,25 @@ def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
     assert [optimizer.state[p]["step"] for p in params] == [9] * len(params)
 
 
+@both_devices
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_filter_whose_memory_format_changes_keeps_its_own_moments(device, amsgrad):
+    params = make_params(device=device)
+    exact = [p.detach().clone().requires_grad_() for p in params]
+    ours = ClippedAdamW(params, 1e-2, clip=None, amsgrad=amsgrad)
+    reference = torch.optim.AdamW(exact, 1e-2, amsgrad=amsgrad, foreach=False)
+    for i in range(9):
+        if i == 3:
+            ours.load_state_dict(reloaded(ours.state_dict()))
+            params[2].data = params[2].data.to(memory_format=torch.channels_last)
+        if i == 6:
+            params[2].data = params[2].data.contiguous()
+        for some, o in ((exact, reference), (params, ours)):
+            set_grads(some, i)
+            o.step()
+    torch.testing.assert_close(params, exact, rtol=1e-6, atol=1e-6, check_stride=False)
+
+
 @pytest.mark.parametrize("variant", ["fp32", "bf16 masters", "half state"])
 @pytest.mark.parametrize(
     "form",
