@@ -238,6 +238,52 @@ def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(make):
     assert resumed.updates == 4
 
 
+def test_multipliers_that_are_whole_numbers_leave_the_rates_as_they_are():
+    optimizer = torch.optim.SGD(make_params(), 0.1)
+    schedule = Schedule([optimizer], torch.tensor([1, 2]))
+    rates = [schedule.lr.item()]
+    schedule.update(torch.zeros(()))
+    rates.append(optimizer.param_groups[0]["lr"].item())
+    assert rates == pytest.approx([0.1, 0.2])
+
+
+@both_devices
+def test_a_group_that_is_added_between_two_steps_trains_as_if_it_had_been_there(device):
+    """Unfreezing step by step."""
+
+    def start(added):
+        params = make_params(torch.float16, device)
+        groups = [params[:2], params[2:]]
+        first = ClippedAdamW(groups[0], 1e-2, masters=True)
+        second = torch.optim.SGD(make_params(device=device), 0.1, momentum=0.9)
+        group = {"params": groups[1], "lr": 3e-3, "lr_scale": 0.5}
+        if not added:
+            first.add_param_group(group)
+        schedule = Schedule([first, second], warmup_cosine(8, 2))
+        return params, first, second, schedule, group
+
+    runs = start(False), start(True)
+    for i in range(6):
+        for params, first, second, schedule, group in runs:
+            if i == 3 and len(first.param_groups) == 1:
+                first.add_param_group(group)
+                schedule.slow_down(1)
+            set_grads(params if i >= 3 else params[:2], i)
+            set_grads(second.param_groups[0]["params"], i)
+            second.step()
+            schedule.update(first.step().found_inf)
+    there, joined = (
+        snapshot(
+            params,
+            [*first.masters.values()],
+            [g["lr"] for o in (first, second) for g in o.param_groups],
+            schedule.lr,
+        )
+        for params, first, second, schedule, _ in runs
+    )
+    assert same(there, joined)
+
+
 class Scan(nn.Module):
     def __init__(self):
         super().__init__()
