@@ -96,9 +96,18 @@ def param_groups(
     directly in an embedding or in a module with "Norm" in its class name, names that match a
     no_decay pattern (fnmatch), and what a submodule's no_weight_decay() returns, names relative to
     it. lr_scale: {pattern: multiplier}; the first that matches wins; Schedule applies it. skip:
-    parameters of other optimizers.
+    parameters of other optimizers. ValueError for a pattern that matches no name in net.
     """
     patterns = list(no_decay)
+    scales = lr_scale or {}
+    # Other names of tied parameters, and the buffers of a checkpoint, are no typos.
+    every = dict(remove_duplicate=False)
+    named = dict((*net.named_parameters(**every), *net.named_buffers(**every)))
+    for pattern in (*patterns, *scales):
+        if not any(fnmatch(name, pattern) for name in named):
+            raise ValueError(
+                f"no parameter matches {pattern!r}; there are {', '.join([*named][:5])}, ..."
+            )
     for prefix, module in net.named_modules():
         names = set(getattr(module, "no_weight_decay", set)())
         if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
@@ -110,7 +119,7 @@ def param_groups(
         if not p.requires_grad or p in others:
             continue
         decays = p.ndim > 1 and not any(fnmatch(name, pattern) for pattern in patterns)
-        scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
+        scale = next((s for pattern, s in scales.items() if fnmatch(name, pattern)), 1.0)
         decay = weight_decay if decays else 0.0
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
         groups.setdefault((decay, scale), group)["params"].append(p)

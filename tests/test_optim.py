@@ -315,6 +315,17 @@ def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
     }
 
 
+def test_a_pattern_that_matches_no_name_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    net[2].weight = net[0].weight  # tied
+    net[0].requires_grad_(False)
+    for there in ("0.bias", "1.running_mean", "2.weight"):
+        assert param_groups(net, no_decay=[there], lr_scale={there: 0.1}, skip=[net[0].bias])
+    for options in ({"no_decay": ["1.*", "hed.*"]}, {"lr_scale": {"1.*": 0.1, "hed.*": 0.1}}):
+        with pytest.raises(ValueError, match=r"matches 'hed\.\*'; there are 0\.weight, 0\.bias"):
+            param_groups(net, **options)
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
     theirs = partial(torch.optim.AdamW, lr=2.0**-7, amsgrad=amsgrad, fused=True)
