@@ -125,9 +125,8 @@ class Policy:
             return net
         kept = set()
         for module in net.modules():
-            kind = type(
-                module
-            ).__name__  # `PreNorm` has children, _SpectralNorm is a parametrization
+            kind = type(module).__name__
+            # A `PreNorm` has children, and _SpectralNorm is a parametrization.
             is_norm = "Norm" in kind and kind != "_SpectralNorm" and not any(module.children())
             if hasattr(module, "fp32_island") or (is_norm and self.masters):
                 module.float()
