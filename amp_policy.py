@@ -114,24 +114,27 @@ class Policy:
         """Set TF32; in O2 and O3 cast `net` in place. Before DDP, torch.compile and the optimizer.
 
         O2 keeps norms in fp32, and buffers as they are (a rotary table in fp16 miscounts above
-        2048). Its autocast lets half weights and fp32 tables meet in a matmul. A module that owns
-        parameters casts its inputs to their dtype, so a norm computes in fp32. Of torch's own
-        modules all inputs are cast, of any other the first, so that the labels of
-        net(images, labels) never are. A module with the attribute `fp32_island` stays in fp32
-        (fp32.py sets it).
+        2048), except those of spectral_norm, which multiply a weight. Its autocast lets half
+        weights and fp32 tables meet in a matmul. A module that owns parameters casts its inputs to
+        their dtype, so a norm computes in fp32. Of torch's own modules all inputs are cast, of any
+        other the first, so that the labels of net(images, labels) never are. A module with the
+        attribute `fp32_island` stays in fp32 (fp32.py sets it).
         """
         set_tf32(self.tf32)
         if self.param_dtype is F32:
             return net
         kept = set()
         for module in net.modules():
-            is_norm = "Norm" in type(module).__name__ and not any(module.children())  # no `PreNorm`
+            kind = type(module).__name__
+            # A `PreNorm` has children, and _SpectralNorm is a parametrization.
+            is_norm = "Norm" in kind and kind != "_SpectralNorm" and not any(module.children())
             if hasattr(module, "fp32_island") or (is_norm and self.masters):
                 module.float()
                 kept.update(module.parameters(), module.buffers())
             if list(module.parameters(recurse=False)):
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-        buffers = () if self.masters else net.buffers()
+        ends = ("weight_u", "weight_v", "._u", "._v") if self.masters else ""  # of spectral_norm
+        buffers = [b for name, b in net.named_buffers() if name.endswith(ends)]
         for t in (*net.parameters(), *buffers):
             if t.is_floating_point() and t not in kept:
                 t.data = t.data.to(self.param_dtype)

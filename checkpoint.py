@@ -82,7 +82,10 @@ except ImportError:  # Windows
 # Just under sqrt(3.4e38): the square of anything above is inf in fp32, so it is as good as inf.
 LIMIT = 1.8e19
 HALF = (torch.float16, torch.bfloat16)
-OPTIMIZER_STATE = re.compile(r"\boptimizers?\b|\bstate\.\d+\.|exp_avg|momentum_buffer")
+# "state.0.sum" is an optimizer's, "state.0.weight" a layer's in a list of that name.
+OPTIMIZER_STATE = re.compile(
+    r"\boptimizers?\b|\bstate\.\d+\.(?!.*(weight|bias|running_))|exp_avg|momentum_buffer"
+)
 NEVER_A_MASK = re.compile(OPTIMIZER_STATE.pattern + r"|\b(weight|bias|running_mean|running_var)$")
 State = Mapping[str, Any]  # of a run: names, and what is known by them
 # What is saved besides tensors, dicts, lists and tuples: torch.load(weights_only=True) reads it

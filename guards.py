@@ -88,6 +88,7 @@ CHECKED = (
     torch.complex64,
     torch.complex128,
 )
+STATISTICS = ("running_mean", "running_var")
 COUNTERS = ("number", "steps", "skipped", "skipped_in_a_row")
 
 
@@ -171,7 +172,7 @@ class Buffers:
         self.last_accepted = {}  # buffer that is checked: (its memory, the second copy of it)
         kinds = {}
         for _, name, b in self.owners:
-            if 0 in b.stride():  # expanded: it stays
+            if b.layout is not torch.strided or 0 in b.stride():  # sparse, expanded: they stay
                 continue
             live = b.data  # counts no version: a backward that is under way goes on
             live = live.view(-1) if live.is_contiguous() else live
@@ -242,14 +243,20 @@ class Buffers:
                 owner[name] = b
 
     def repair(self, net):
-        """Restore each buffer that something made non-finite between two steps. Returns names."""
+        """Restore each buffer that something made non-finite between two steps; reset the running
+        statistics of a module that is new, whose first batch it was. Returns names."""
         repaired = []
         for name, b in net.named_buffers():
-            if b in self.last_accepted and not magnitude(b) <= LIMIT:
+            is_new = b not in self.last_accepted
+            if (is_new and not name.endswith(STATISTICS)) or magnitude(b) <= LIMIT:
+                continue
+            if is_new:
+                b.data.fill_(name.endswith("var"))
+            else:
                 live, accepted = self.last_accepted[b]
                 live.copy_(accepted)
-                if magnitude(b) <= LIMIT:  # else it never was finite
-                    repaired.append(name)
+            if magnitude(b) <= LIMIT:  # else it never was finite
+                repaired.append(name)
         return repaired
 
 
@@ -328,7 +335,7 @@ class Guard:
             warnings.warn(
                 f"non-finite before step {self.number}, and no step did it: "
                 f"{', '.join(repaired)} (an evaluation in training mode?). The guard has "
-                "restored the values of the last accepted step",
+                "restored the values of the last accepted step, and reset a new module",
                 stacklevel=3,
             )
 
@@ -502,7 +509,7 @@ class Guard:
         Do not call clip_grad_norm_() before: it turns a norm of inf into a step of zeros. stats:
         see close().
         """
-        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        optimizers = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
         with_gradients = {o: with_gradient(o) for o in optimizers}
         moving = [o for o in optimizers if with_gradients[o]]  # the others pass, as in torch
         params = [p for o in moving for p in with_gradients[o]]
@@ -564,14 +571,16 @@ class Guard:
     def _update(self, optimizers, found_inf, scale, on_device):
         if not on_device and found_inf:  # the one host sync
             return
-        Guard._stepping = True
         for o in optimizers:
             if on_device:
                 o.found_inf, o.grad_scale = found_inf, scale
-            o.step()
-            if on_device:
-                del o.found_inf, o.grad_scale
-        Guard._stepping = False
+            Guard._stepping = True
+            try:
+                o.step()
+            finally:  # out of memory, say: the script may go on
+                Guard._stepping = False
+                if on_device:
+                    del o.found_inf, o.grad_scale
 
     def _check_use(self, optimizers, scaler):
         """Warn of mistakes that nothing else would show: of an optimizer's at its first step, of a
@@ -592,10 +601,11 @@ class Guard:
                     stacklevel=3,
                 )
         self._have_stepped.update(optimizers)
-        calls, self._calls = self._calls, self._calls + 1
+        self._calls += 1
         if scaler:
             return
-        if calls & (calls - 1) == 0:  # 0, 1, 2, 4, 8, ...: one made later, too
+        # In a large process it takes 0.2 s. The ninth: one that is made after the first step, too.
+        if self._calls in (1, 9):
             self._living = WeakSet(
                 x for x in gc.get_objects() if issubclass(type(x), (GradScaler, Optimizer))
             )

@@ -96,9 +96,18 @@ def param_groups(
     directly in an embedding or in a module with "Norm" in its class name, names that match a
     no_decay pattern (fnmatch), and what a submodule's no_weight_decay() returns, names relative to
     it. lr_scale: {pattern: multiplier}; the first that matches wins; Schedule applies it. skip:
-    parameters of other optimizers.
+    parameters of other optimizers. ValueError for a pattern that matches no name in net.
     """
     patterns = list(no_decay)
+    scales = lr_scale or {}
+    # Other names of tied parameters, and the buffers of a checkpoint, are no typos.
+    every = dict(remove_duplicate=False)
+    named = dict((*net.named_parameters(**every), *net.named_buffers(**every)))
+    for pattern in (*patterns, *scales):
+        if not any(fnmatch(name, pattern) for name in named):
+            raise ValueError(
+                f"no parameter matches {pattern!r}; there are {', '.join([*named][:5])}, ..."
+            )
     for prefix, module in net.named_modules():
         names = set(getattr(module, "no_weight_decay", set)())
         if isinstance(module, nn.Embedding) or "Norm" in type(module).__name__:
@@ -110,7 +119,7 @@ def param_groups(
         if not p.requires_grad or p in others:
             continue
         decays = p.ndim > 1 and not any(fnmatch(name, pattern) for pattern in patterns)
-        scale = next((s for pattern, s in (lr_scale or {}).items() if fnmatch(name, pattern)), 1.0)
+        scale = next((s for pattern, s in scales.items() if fnmatch(name, pattern)), 1.0)
         decay = weight_decay if decays else 0.0
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
         groups.setdefault((decay, scale), group)["params"].append(p)
@@ -145,25 +154,18 @@ class Schedule:
 
     The last multiplier stays. Call update() after each step. Load its checkpoint after those of the
     optimizers. Optimizers that are not fused read the rate from the device at each step; torch's
-    Adam and AdamW refuse such a rate with foreach=True.
+    Adam and AdamW refuse such a rate with foreach=True. A group that add_param_group() adds later
+    is taken over by the next update(), or at once by slow_down(1).
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], multipliers: Tensor):
         self.optimizers = list(optimizers)
-        groups = self._groups()
-        # As in torch: the rate that a checkpoint has brought is one of a later step.
-        peaks = multipliers.new_tensor(
-            [g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups]
-        )
-        self._table = (multipliers[:, None] * peaks).to(groups[0]["params"][0].device)
-        self._rates = self._table[0].clone()
-        self.lr = self._rates[0]  # the first group's, 0-dim; the next update() writes into it
-        self.factor = torch.ones_like(self.lr)
-        self.updates = torch.zeros_like(self.lr, dtype=torch.int64)
+        device = self.optimizers[0].param_groups[0]["params"][0].device
+        self._multipliers = multipliers.to(device, torch.float32)  # else whole numbers make 0
+        self.factor = self._multipliers.new_ones(())
+        self.updates = torch.zeros_like(self.factor, dtype=torch.int64)
+        self._rates = ()  # one a group
         self._write()
-
-    def _groups(self):
-        return [g for optimizer in self.optimizers for g in optimizer.param_groups]
 
     def update(self, found_inf: Tensor):
         """Count the step if it was accepted (found_inf, 0-dim, is 0), and set the next rates."""
@@ -176,10 +178,17 @@ class Schedule:
         self._write()
 
     def _write(self):
+        groups = [g for optimizer in self.optimizers for g in optimizer.param_groups]
+        if len(groups) > len(self._rates):  # the start, or add_param_group()
+            # As in torch: the rate that a checkpoint has brought is one of a later step.
+            peaks = [g.setdefault("initial_lr", g["lr"]) * g.get("lr_scale", 1.0) for g in groups]
+            self._table = self._multipliers[:, None] * self._multipliers.new_tensor(peaks)
+            self._rates = self._table[0].clone()
+            self.lr = self._rates[0]  # the first group's, 0-dim; the next update() writes into it
         # index_select, because table[updates] would read the index on the host.
         row = self._table.index_select(0, self.updates.clamp(max=len(self._table) - 1))
         torch.mul(row[0], self.factor, out=self._rates)
-        for g, rate in zip(self._groups(), self._rates, strict=True):
+        for g, rate in zip(groups, self._rates, strict=True):
             g["lr"] = rate  # at each update, because load_state_dict() exchanges it
 
     def state_dict(self):
@@ -261,21 +270,26 @@ class ClippedAdamW(AdamW):
                 "in ZeroRedundancyOptimizer norm and verdict would be of one rank's "
                 "share: give it torch.optim.AdamW, and call guard.step(it, clip=...)"
             )
-        super().__init__(*args, **{"fused": True} | kwargs)
         self.clip = clip
-        self.half_state = masters is False
+        self.makes_masters = masters
         self.masters = {}  # half parameter -> fp32 master
-        for p in master_params([self]):
-            if masters and p.dtype in HALF:
-                self.masters[p] = p.detach().float().clone()
-            if p.requires_grad:
-                self._check(p)
+        super().__init__(*args, **{"fused": True} | kwargs)
+        *_, p = master_params([self])
         # MPS's kernel ignored found_inf and grad_scale (pytorch #186360); others nobody has tried.
         self.waits = not (p.is_cuda or p.is_cpu)
         # Skipped steps, and those in a row. The copy on the host may be late; nothing waits for it.
         self._skipped = torch.zeros(2, device=p.device)
         self._skipped_on_host = torch.zeros(2, device="cpu", pin_memory=p.is_cuda)
         self._warned = 0  # of: 0.5 no gradient, 1 a skipped step, 2 ten in a row
+
+    def add_param_group(self, param_group):
+        """torch's; the constructor, too, adds its groups by this."""
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            if self.makes_masters and p.dtype in HALF:
+                self.masters[p] = p.detach().float().clone()
+            if p.requires_grad:
+                self._check(p)
 
     def _check(self, p):
         """Refuse a parameter that would train wrongly."""
@@ -290,7 +304,7 @@ class ClippedAdamW(AdamW):
         if not torch.ops.aten.is_non_overlapping_and_dense(local(p)):  # it would write beside it
             raise ValueError("a parameter with gaps in memory (a slice of a tensor): clone() it")
         dtype = self.masters.get(p, p).dtype
-        if dtype in HALF and self.half_state:
+        if dtype in HALF and self.makes_masters is False:
             return
         why = refusal(dtype, self.defaults["eps"], self.defaults["betas"][1])
         if dtype in HALF:
@@ -361,7 +375,7 @@ class ClippedAdamW(AdamW):
         if steps:
             torch._foreach_add_(steps, [1 - found_inf] * len(steps))
         for g, *columns in work:
-            columns = [[local(t) for t in column] for column in columns]
+            columns = [[*map(local, column)] for column in columns]
             options = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
             beta1, beta2 = g["betas"]
             for tensors, _ in self._group_tensors_by_device_and_dtype(columns).values():
@@ -379,15 +393,18 @@ class ClippedAdamW(AdamW):
         params = [p for p in g["params"] if p.grad is not None]
         targets = [self.masters.get(p, p) for p in params]
         grads = [p.grad for p in params]
-        if [layout(x) for x in grads] != [layout(t) for t in targets]:
+        if [*map(layout, grads)] != [*map(layout, targets)]:
             grads = [torch.empty_like(t) for t in targets]
             torch._foreach_copy_(grads, [p.grad for p in params])
-        for p, t in zip(params, targets, strict=True):
-            if not self.state[p]:
-                self._check(p)
-                moments = {name: torch.zeros_like(t) for name in MOMENTS[: 2 + g["amsgrad"]]}
-                self.state[p] = {**moments, "step": torch.zeros((), device=t.device)}
         states = [self.state[p] for p in params]
+        for p, t, state in zip(params, targets, states, strict=True):
+            if not state:
+                self._check(p)
+                state["step"] = torch.zeros((), device=t.device)
+            # New, or the network has been given another memory format.
+            if len(state) == 1 or state["exp_avg"].stride() != t.stride():
+                for name in MOMENTS[: 2 + g["amsgrad"]]:
+                    state[name] = torch.zeros_like(t).add_(state.get(name, 0))
         columns = [[s[name] for s in states if name in s] for name in (*MOMENTS, "step")]
         return g, targets, grads, *columns
 

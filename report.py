@@ -120,8 +120,15 @@ def own_file(path: str, flags: int) -> int:
 
 def strict_json(value: Any) -> str:
     """One line that every JSON parser reads: "nan", "inf" and "-inf" are strings."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, default=number_or_text)
     return json.dumps(json.loads(text, parse_constant=lambda word: str(float(word))))
+
+
+def number_or_text(value: Any) -> Any:
+    """The number of a tensor or NumPy array that holds one; of anything else the text."""
+    with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+        return value.item()
+    return str(value)
 
 
 def print_line(text: str, write: Callable[[str], Any] = print) -> bool:

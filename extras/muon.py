@@ -273,7 +273,10 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state_dict(). Load the weights first."""
+        groups = self.param_groups
         super().load_state_dict(state_dict | {"state": {}})  # it would cast the momentum to half
+        for own, g in zip(groups, self.param_groups, strict=True):
+            g.update(own | g)  # what an older file does not know: stacked
         # Torch numbers parameters; torch.distributed.checkpoint names them.
         keys = [key for g in state_dict["param_groups"] for key in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]

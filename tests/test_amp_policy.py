@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import both_devices, needs_cuda, policy_for
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import amp_policy
 from amp_policy import Capabilities, LossScaler, capabilities, choose_policy, self_test, set_tf32
@@ -242,6 +243,27 @@ def test_prepare_leaves_wrappers_with_norm_in_their_name_and_float_buffers_alone
 
     half = policy_for("O3").prepare(PreNorm())
     assert half.table.dtype is F16
+
+
+@both_devices
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, parametrizations.spectral_norm])
+def test_a_layer_with_spectral_norm_computes_in_half_precision(device, name, norm):
+    torch.manual_seed(0)
+    net = nn.Sequential(norm(nn.Linear(4, 6)), nn.Unflatten(1, (6, 1)), norm(nn.Conv1d(6, 2, 1)))
+    net.to(device).train()
+    policy = policy_for(name, device)
+    half = policy.prepare(copy.deepcopy(net))
+    x = torch.randn(5, 4, device=device)
+
+    want = net(x)
+    with policy.autocast():
+        out = half(x)
+    out.float().sum().backward()
+
+    assert out.dtype is F16
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-3)
+    assert all(p.grad.isfinite().all() for p in half.parameters())
 
 
 @pytest.mark.parametrize("name, on", [("fp32", False), ("tf32", True), ("O2", False)])

@@ -471,6 +471,16 @@ def test_what_cannot_be_saved_is_refused_by_name_in_one_sentence(folder, one_ran
     assert "\n" not in str(caught.value) and contents(folder) == before
 
 
+def test_a_half_layer_in_a_list_named_state_is_saved_and_half_moments_are_not(folder):
+    half = torch.ones(2).half()
+    weights = {"state.0.weight": half, "state.1.norm.running_mean": half}
+    for state in ({"model": weights}, {"state": {"0.bias": half}}):
+        Checkpoints(folder).save(state, 3)
+    for name in ("sum", "square_avg", "exp_avg"):
+        with pytest.raises(CheckpointError, match=rf"state\.0\.{name} is torch.float16"):
+            Checkpoints(folder).save({"adam": {"state": {0: {name: half}}}}, 3)
+
+
 def test_a_dtype_that_torch_cannot_copy_is_named(folder):
     number = torch.zeros(4, dtype=torch.uint8).view(torch.int4)
     with pytest.raises(CheckpointError, match=r"cannot copy q\.w, torch\.int4"):

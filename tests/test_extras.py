@@ -52,6 +52,26 @@ def test_a_stack_is_turned_as_its_matrices_are():
         Muon(single, stacked=True)
 
 
+def test_a_state_that_knows_no_stacks_leaves_a_groups_own_choice():
+    def start():
+        params = [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3, 4, 6))]
+        optimizer = Muon([{"params": params[:1]}, {"params": params[1:], "stacked": True}])
+        for p in params:
+            p.grad = torch.arange(float(p.numel())).view_as(p)
+        return params, optimizer
+
+    (params, straight), (others, resumed) = start(), start()
+    state = resumed.state_dict()
+    for group in state["param_groups"]:
+        del group["stacked"]
+        group["lr"] = 0.5
+    resumed.load_state_dict(state)
+    for group in straight.param_groups:
+        group["lr"] = 0.5
+    straight.step(), resumed.step()
+    assert all(map(torch.equal, params, others))
+
+
 def test_an_average_refuses_what_it_could_not_average():
     net = nn.Linear(3, 2)
     for decay in (math.nan, -1, 1.5):

@@ -303,6 +303,79 @@ def test_a_buffer_that_the_forward_assigns_goes_back_too():
         assert accepted == moved == good
 
 
+@pytest.mark.parametrize("lag", [True, False])
+def test_a_module_that_comes_with_a_bad_batch_costs_that_step_alone(lag):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4))
+    guard = Guard(net, lag=lag)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def step(x):
+        net(x).square().mean().backward()
+        guard.step(optimizer)
+        optimizer.zero_grad()
+
+    step(torch.randn(8, 4))
+    net.append(nn.BatchNorm1d(4))
+    optimizer.add_param_group({"params": net[1].parameters()})
+    with pytest.warns(UserWarning, match="1.running_mean, 1.running_var.* reset"):
+        step(torch.full((8, 4), math.inf))
+    assert net[1].running_mean.tolist() == [0] * 4
+    assert net[1].running_var.tolist() == [1] * 4
+
+    for _ in range(3):
+        step(torch.randn(8, 4))
+    guard.flush()
+    assert (guard.steps, guard.skipped) == (5, 1)
+    assert net[1].running_mean.any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [ClippedAdamW, lambda params: torch.optim.SGD(params, 0.1)],
+    ids=["ClippedAdamW", "SGD"],
+)
+def test_an_optimizer_that_raises_in_a_step_of_the_guard_is_the_scripts_own_again(make):
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [make(net.parameters()) for net in nets]
+    guard = Guard(nets, lag=False)
+
+    def backward(factor=1.0):
+        for net in nets:
+            net.zero_grad()
+            (net(torch.ones(1, 2)) * factor).sum().backward()
+
+    backward()
+    guard.step(optimizers)
+    hook = optimizers[0].register_step_pre_hook(lambda *_: 1 / 0)
+    backward()
+    with pytest.raises(ZeroDivisionError):
+        guard.step(optimizers)
+    hook.remove()
+    assert not any({"found_inf", "grad_scale"} & vars(o).keys() for o in optimizers)
+
+    before = snapshot(*nets)
+    backward(math.nan)
+    if make is ClippedAdamW:  # with the verdict of the step before it took this one
+        optimizers[0].step()
+        assert same(before, snapshot(*nets))
+    backward()
+    with pytest.warns(UserWarning, match="together take each update twice"):
+        optimizers[1].step()
+
+
+def test_a_sparse_buffer_is_passed_over_and_a_tuple_of_optimizers_is_taken():
+    net = network()
+    for layout in (torch.sparse_csr, torch.sparse_coo):
+        net.register_buffer(str(layout)[6:], torch.eye(3).to_sparse(layout=layout))
+    guard = Guard(net, lag=False)
+    net(torch.ones(2, 3, 8, 8)).sum().backward()
+    before = net[4].bias.clone()
+    assert guard.step((torch.optim.SGD(net.parameters(), 0.1),)) == 0
+    assert guard.verdict().accepted
+    assert not torch.equal(net[4].bias, before)
+
+
 class Growing(Centre):
     """Its cache is another one after each forward."""
 
@@ -467,6 +540,18 @@ def test_a_grad_scaler_beside_the_guard_is_named_whenever_it_is_used(made, used,
         guard.verdict()
         warned = any("call guard.step(optimizer, scaler)" in str(w.message) for w in recwarn)
         assert warned == (step >= told), step
+
+
+def test_all_living_objects_are_gone_through_twice_and_no_more(monkeypatch):
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    guard = Guard(net)
+    scans = []
+    monkeypatch.setattr(guards.gc, "get_objects", lambda: scans.append(guard.number) or [])
+    for _ in range(70):
+        net(torch.ones(2, 4)).sum().backward()
+        guard.step(optimizer)
+    assert len(scans) == 2
 
 
 def scaled_step(net, scaler):

@@ -238,6 +238,52 @@ def test_a_schedule_moves_any_optimizer_by_accepted_updates_and_resumes(make):
     assert resumed.updates == 4
 
 
+def test_multipliers_that_are_whole_numbers_leave_the_rates_as_they_are():
+    optimizer = torch.optim.SGD(make_params(), 0.1)
+    schedule = Schedule([optimizer], torch.tensor([1, 2]))
+    rates = [schedule.lr.item()]
+    schedule.update(torch.zeros(()))
+    rates.append(optimizer.param_groups[0]["lr"].item())
+    assert rates == pytest.approx([0.1, 0.2])
+
+
+@both_devices
+def test_a_group_that_is_added_between_two_steps_trains_as_if_it_had_been_there(device):
+    """Unfreezing step by step."""
+
+    def start(added):
+        params = make_params(torch.float16, device)
+        groups = [params[:2], params[2:]]
+        first = ClippedAdamW(groups[0], 1e-2, masters=True)
+        second = torch.optim.SGD(make_params(device=device), 0.1, momentum=0.9)
+        group = {"params": groups[1], "lr": 3e-3, "lr_scale": 0.5}
+        if not added:
+            first.add_param_group(group)
+        schedule = Schedule([first, second], warmup_cosine(8, 2))
+        return params, first, second, schedule, group
+
+    runs = start(False), start(True)
+    for i in range(6):
+        for params, first, second, schedule, group in runs:
+            if i == 3 and len(first.param_groups) == 1:
+                first.add_param_group(group)
+                schedule.slow_down(1)
+            set_grads(params if i >= 3 else params[:2], i)
+            set_grads(second.param_groups[0]["params"], i)
+            second.step()
+            schedule.update(first.step().found_inf)
+    there, joined = (
+        snapshot(
+            params,
+            [*first.masters.values()],
+            [g["lr"] for o in (first, second) for g in o.param_groups],
+            schedule.lr,
+        )
+        for params, first, second, schedule, _ in runs
+    )
+    assert same(there, joined)
+
+
 class Scan(nn.Module):
     def __init__(self):
         super().__init__()
@@ -269,6 +315,17 @@ def test_groups_by_shape_by_type_by_pattern_and_by_the_models_own_list():
     }
 
 
+def test_a_pattern_that_matches_no_name_is_refused():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    net[2].weight = net[0].weight  # tied
+    net[0].requires_grad_(False)
+    for there in ("0.bias", "1.running_mean", "2.weight"):
+        assert param_groups(net, no_decay=[there], lr_scale={there: 0.1}, skip=[net[0].bias])
+    for options in ({"no_decay": ["1.*", "hed.*"]}, {"lr_scale": {"1.*": 0.1, "hed.*": 0.1}}):
+        with pytest.raises(ValueError, match=r"matches 'hed\.\*'; there are 0\.weight, 0\.bias"):
+            param_groups(net, **options)
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
     theirs = partial(torch.optim.AdamW, lr=2.0**-7, amsgrad=amsgrad, fused=True)
@@ -286,6 +343,25 @@ def test_checkpoints_go_to_torchs_adamw_and_back_bit_for_bit(amsgrad):
     assert optimizer.param_groups[0]["lr"] == 2.0**-7
     torch.testing.assert_close(straight, params, rtol=1e-6, atol=1e-7)
     assert [optimizer.state[p]["step"] for p in params] == [9] * len(params)
+
+
+@both_devices
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_filter_whose_memory_format_changes_keeps_its_own_moments(device, amsgrad):
+    params = make_params(device=device)
+    exact = [p.detach().clone().requires_grad_() for p in params]
+    ours = ClippedAdamW(params, 1e-2, clip=None, amsgrad=amsgrad)
+    reference = torch.optim.AdamW(exact, 1e-2, amsgrad=amsgrad, foreach=False)
+    for i in range(9):
+        if i == 3:
+            ours.load_state_dict(reloaded(ours.state_dict()))
+            params[2].data = params[2].data.to(memory_format=torch.channels_last)
+        if i == 6:
+            params[2].data = params[2].data.contiguous()
+        for some, o in ((exact, reference), (params, ours)):
+            set_grads(some, i)
+            o.step()
+    torch.testing.assert_close(params, exact, rtol=1e-6, atol=1e-6, check_stride=False)
 
 
 @pytest.mark.parametrize("variant", ["fp32", "bf16 masters", "half state"])

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from helpers import needs_unix
 
 import report
@@ -46,6 +48,14 @@ def test_nan_is_a_word_in_every_line(tmp_path):
     header, line = lines_of(file)
     assert header["lr"] == "inf"
     assert line == {"step": 1, "loss": "nan", "nested": {"a": ["-inf"], "where": "x"}}
+
+
+def test_a_number_in_a_tensor_is_written_as_a_number(tmp_path):
+    file = report.MetricsFile(tmp_path, {})
+    third, array = torch.tensor([1 / 3]), np.ones(2)
+    file.write(step=1, loss=third, norm=np.float32(0.5), nan=torch.tensor(NAN), rest=array)
+    _, line = lines_of(file)
+    assert line == {"step": 1, "loss": third.item(), "norm": 0.5, "nan": "nan", "rest": "[1. 1.]"}
 
 
 CLOSED = """
