@@ -125,16 +125,16 @@ class Policy:
             return net
         kept = set()
         for module in net.modules():
-            kind = type(module).__name__
-            # A `PreNorm` has children, and _SpectralNorm is a parametrization.
-            is_norm = "Norm" in kind and kind != "_SpectralNorm" and not any(module.children())
+            own = list(module.parameters(recurse=False))
+            # A `PreNorm` has children, and _SpectralNorm, a parametrization, no parameters.
+            is_norm = own and "Norm" in type(module).__name__ and not any(module.children())
             if hasattr(module, "fp32_island") or (is_norm and self.masters):
                 module.float()
                 kept.update(module.parameters(), module.buffers())
-            if list(module.parameters(recurse=False)):
+            if own:
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
         ends = ("weight_u", "weight_v", "._u", "._v") if self.masters else ""  # of spectral_norm
-        buffers = [b for name, b in net.named_buffers() if name.endswith(ends)]
+        buffers = (b for name, b in net.named_buffers() if name.endswith(ends))
         for t in (*net.parameters(), *buffers):
             if t.is_floating_point() and t not in kept:
                 t.data = t.data.to(self.param_dtype)

@@ -296,8 +296,9 @@ class CallRecorder(TorchFunctionMode):
         """What made this tensor, if it can be made again: with set_() or t.data = ..., which nobody
         sees, it has got other memory."""
         made = self.known.get(t)
-        here = made and self.holds(made.number) and made.memory == id(storage_of(t))
-        return made if here else None
+        if made and made.memory == id(storage_of(t)) and self.holds(made.number):
+            return made
+        return None
 
     def holds(self, number):
         return number > self.start or number in self.tables
