@@ -942,8 +942,50 @@ tells(
     {
         "large moment": "nothing non-finite",
         "scaled, divided by hand": "nothing non-finite",
-        "scaled": "Adam steps with gradients 1024 times too large: scaler.step(optimizer)",
+        "scaled": "Adam steps with gradients 1024 times too large, at script.py: ... : "
+        "scaler.step(optimizer)",
         "metric": ": aten.div.Tensor at script.py:",
+    },
+)
+
+
+BESIDE = (
+    PREAMBLE
+    + """
+net, probe = nn.Linear(8, 8), nn.Linear(8, 2)
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+other = torch.optim.SGD(probe.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 12)
+for step in range(40):
+    x = torch.randn(16, 8); out = net(x); loss = (out - x).square().mean()
+    optimizer.zero_grad(); other.zero_grad()
+    q = F.cross_entropy(probe(out.detach()), (x[:, 0] > 0).long())
+    if fault == "both": scaler.scale(loss).add(scaler.scale(q)).backward()
+    else: scaler.scale(loss).backward()
+    if fault == "": q.backward()
+    if fault == "clipped": nn.utils.clip_grad_norm_(net.parameters(), 1e5)
+    if fault in ("", "both"): other.step()  # another optimizer, with gradients of its own
+    if fault == "by hand":  # a scale that stays as it is
+        for p in net.parameters(): p.grad.div_(scaler.get_scale())
+    if fault in ("clipped", "by hand"): optimizer.step()
+    elif fault == "never updated":
+        try: scaler.step(optimizer)
+        except RuntimeError: optimizer.step()
+    elif fault != "no step": scaler.step(optimizer); scaler.update()
+"""
+)
+tells(
+    "plain losses beside a loss scaler",
+    BESIDE,
+    0,
+    {
+        "": "80 steps, nothing non-finite -- not too large",
+        "by hand": "nothing non-finite -- not too large",
+        "both": "SGD steps with gradients 4096 times too large, at script.py:",
+        "clipped": "Adam steps with gradients 4096 times too large, at script.py:",
+        "never updated": "Adam steps with gradients 4096 times too large, at script.py: ... the "
+        "loss scaler that multiplies 40 losses, at script.py: ... is never updated",
+        "no step": "the loss scaler that multiplies 40 losses, at script.py: ... is never updated",
     },
 )
 
