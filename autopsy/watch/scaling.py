@@ -29,7 +29,13 @@ class Used:
     line: str  # of its last scale()
     losses: int = 0
     updates: int = 0
-    multiplied: bool = False  # has an optimizer stepped with gradients that are?
+
+    @property
+    def never_updated(self):
+        """What to say if its update() is never called."""
+        if self.updates or self.losses <= PATIENCE:
+            return ""
+        return f" (scale() was called {self.losses} times, at {self.line}, and update() never)"
 
 
 class Scaling:
@@ -37,7 +43,7 @@ class Scaling:
 
     def __init__(self, recorder):
         self.recorder = recorder
-        # (optimizer, line of its step) with gradients that are multiplied: the loss scale
+        # (optimizer, line of its step) with gradients that are multiplied: (the loss scale, Used)
         self.multiplied = {}
         self.scaler = None
         self.skipped = 0  # steps
@@ -111,10 +117,9 @@ class Scaling:
         seen = multiplying and self.recorder.is_complete
         if seen and not any(call.number > self.recorder.slope for call in calls):
             # else the script may have divided them
-            self.used[multiplying].multiplied = True
             key = type(optimizer).__name__, line_now()
             if key not in self.multiplied:
-                self.multiplied[key] = multiplying.get_scale()
+                self.multiplied[key] = multiplying.get_scale(), self.used[multiplying]
         if divides:
             self.unscaled(optimizer)
         state = self.scaler._per_optimizer_states.get(id(optimizer), {})
@@ -138,19 +143,18 @@ class Scaling:
 
     def sentences(self):
         """Sentences about what is finite and looks wrong."""
-        for (name, line), scale in self.multiplied.items():
+        for (name, line), (scale, used) in self.multiplied.items():
             if scale != 1:
                 yield (
                     f"{name} steps with gradients {scale:g} times too large, at {line}: "
-                    f"{FORGOTTEN.text}"
+                    f"{FORGOTTEN.text}{used.never_updated}"
                 )
-        for used in [*self.used.values()]:
-            harm = used.multiplied or not self.recorder.steps_of
-            if used.losses > PATIENCE and not used.updates and harm:
+        for used in [*self.used.values()] if not self.recorder.steps_of else ():
+            if used.never_updated:
                 yield (
-                    f"the loss scaler that multiplies {used.losses} losses, at {used.line}, is "
-                    "never updated: call its step(optimizer), and its update() after that, once a "
-                    "step: it skips a bad step, and lowers the loss scale"
+                    f"no step is made{used.never_updated}: call step(optimizer) of the loss "
+                    "scaler, and its update() after that: it skips a bad step, and lowers the "
+                    "loss scale"
                 )
 
     def skip(self):
