@@ -989,6 +989,43 @@ tells(
 )
 
 
+EARLY = (
+    PREAMBLE
+    + """
+from torch.optim import lr_scheduler as rates
+net = nn.Linear(8, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+if fault == "cosine": schedule = rates.CosineAnnealingLR(optimizer, 6)
+elif fault == "warm-up": schedule = rates.LambdaLR(optimizer, lambda n: min(1, n / 4))
+elif fault == "inverse": schedule = rates.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+else: schedule = rates.StepLR(optimizer, 2 if fault == "second" else 1, gamma=0.5)
+first = 0
+if fault == "resumed":
+    first = 2
+    for _ in range(first): schedule.step()
+for epoch in range(first, 6):
+    if fault != "resumed": schedule.step()  # early
+    for step in range(8):
+        x = torch.randn(16, 8); loss = (net(x) - x[:, :2]).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if fault == "resumed": schedule.step()
+"""
+)
+tells(
+    "a scheduler that steps before the first update",
+    EARLY,
+    0,
+    {
+        "early": "StepLR at script.py: ... steps before the first step of SGD: no update has the "
+        "first lr, 0.1: it is 0.05 from the first",
+        **dict.fromkeys(
+            ["cosine", "warm-up", "inverse", "second", "resumed"],
+            "nothing non-finite -- not before the first",
+        ),
+    },
+)
+
+
 KINDS = (
     PREAMBLE
     + """
