@@ -2,10 +2,10 @@
 Early schedule: does a learning rate scheduler step before the first update, and use up a milestone?
 
 Since PyTorch 1.1 a scheduler that steps at the top of each round loses the first value of its
-schedule. Told is one that lets the rate fall far before anything was trained, at a line at which it goes on to
-step in turn with the updates: no update has the first rate. No word where the rate rises or hardly
-falls (a warm-up, a cosine), where it was 0, where a scheduler goes on from an earlier run, or where
-several steps in a row do so.
+schedule. Told is one that lets the rate fall far before anything was trained, at a line at which
+it goes on to step in turn with the updates: no update has the first rate. No word where the rate
+rises or hardly falls (a warm-up, a cosine), where it was 0, where a scheduler goes on from an
+earlier run, or where several steps in a row do so.
 """
 
 from dataclasses import dataclass
