@@ -74,6 +74,25 @@ for i in range(480):
         "if updates and updates",
         "if ready and updates",
     ),
+    "a milestone that is used up before the first update": Row(
+        "github.com/pytorch/pytorch/issues/20124",
+        "schedule",
+        r"MultiStepLR at script.py:\d+ in <module> steps before the first step of SGD: no update",
+        """
+net = mlp(); opt = torch.optim.SGD(net.parameters(), 0.1)
+rate = torch.optim.lr_scheduler.MultiStepLR(opt, [1, 3], gamma=0.1)
+early = True
+for epoch in range(5):
+    if early: rate.step()
+    for i in range(12):
+        x, y = data(12 * epoch + i)
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    if not early: rate.step()
+""",
+        "early = True",
+        "early = False",
+    ),
     "micro-batches cleared through the network": Row(
         "github.com/tatsu-lab/alpaca_farm/issues/57",
         "order",

@@ -25,8 +25,9 @@ class LoopHooks:
     """What stands around these functions. It tells `silent` of each call, but not of one that is
     made within another."""
 
-    def __init__(self, hooks, deferred, silent):
+    def __init__(self, hooks, deferred, silent, scaling):
         self.hooks, self.deferred, self.silent = hooks, deferred, silent
+        self.scaling = scaling
         self.schedulers, self.switched = [], []  # under way: schedulers, modules that train() is of
 
     def watch(self):
@@ -38,6 +39,7 @@ class LoopHooks:
             wrap(kind, "__init__", self._build)
         wrap(torch.utils.data.DataLoader, "__iter__", self._iterate)
         wrap(torch.amp.GradScaler, "unscale_", self._unscale)
+        wrap(torch.amp.GradScaler, "update", self._update)
         wrap(torch.optim.lr_scheduler.LRScheduler, "_initial_step", self._schedule)
         for kind in _schedulers():
             wrap(kind, "step", self._schedule)
@@ -91,7 +93,12 @@ class LoopHooks:
 
     def _unscale(self, original, scaler, optimizer):
         self.hooks.unseen(original, scaler, optimizer)
+        self.hooks.safely(self.scaling.unscaled, optimizer)
         self.hooks.safely(self.silent.unscaled, optimizer)
+
+    def _update(self, original, scaler, *args, **kwargs):
+        self.hooks.unseen(original, scaler, *args, **kwargs)
+        self.hooks.safely(self.scaling.updated, scaler)
 
     def _clip(self, original, *args, **kwargs):
         if self.hooks.depth:

@@ -67,7 +67,7 @@ class Watch:
     def __enter__(self):
         hooks = self.hooks
         hooks.around_each_step(self._before_step, self._stepped)
-        LoopHooks(hooks, self.deferred, self.silent).watch()
+        LoopHooks(hooks, self.deferred, self.silent, self.scaling).watch()
         self.outermost.watch_calls()
         hooks.wrap_outermost(torch.autograd, "backward", self._backward_begins, self._backward_ends)
         hooks.wrap(torch.optim.Optimizer, "__init__", self._make)
@@ -155,6 +155,7 @@ class Watch:
         self.losses += [t.detach() for t in losses]
         if len(self.losses) > 99 and not self.budget.recording:
             self.go_on()  # there may be steps by hand, which only the recorder sees
+        self.scaling.backward(losses, self.names.optimizers)
         self.silent.backward(losses)
 
     def _backward_ends(self, out):
@@ -162,6 +163,7 @@ class Watch:
             self.check(self.with_closure)
         if not self.recorder.steps_of:  # without an optimizer, or before its first step
             self.transfer()
+        self.scaling.passed()
         self.silent.passed()
         self._watch_operations()
 
@@ -213,7 +215,7 @@ class Watch:
         losses, values = values[: len(losses)], values[len(losses) :]
         before, values = values[: len(clipped)], values[len(clipped) :]
         scale = values.pop() if scales else 1.0
-        found = self.scaling.before_step(optimizer, divides=bool(scales))
+        found = self.scaling.before_step(optimizer, bool(scales), bool(before))
         norm = sum(v * v for v in values) ** 0.5 / scale
         if norm <= LIMIT:  # as it was before the script clipped it
             norm = max([norm, *(v / scale for v in before if v <= LIMIT)])
@@ -300,9 +302,9 @@ class Watch:
 
     def _scale(self, original, scaler, outputs):
         """What it multiplies is to be scaled again in a repetition."""
-        self.scaling.multiplies(scaler)
         before = self.recorder.number
         out = original(scaler, outputs)
+        self.hooks.safely(self.scaling.multiplies, scaler, out)
         for call in self.recorder.calls:
             if call.number > before and scaler.is_enabled():
                 call.scaler = scaler

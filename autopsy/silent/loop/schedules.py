@@ -11,7 +11,7 @@ rate that falls by a factor each time dies early.
 import re
 from collections import Counter
 from statistics import median_low
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor
 
@@ -27,6 +27,10 @@ PERIODS = 4  # of a cosine, each half of a wave
 FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
 BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|data|iter|_dl)")
 DEAD = 1e-4  # of the highest rate
+# step() of something that is called a scheduler
+STEPS = re.compile(r"(?i)\b\w*(sched|lr_|_lr\b|anneal|warm)\w*(\[[^]\n]*\])?\.step\(")
+COUNTS = ("last_epoch", "_step_count")  # of a scheduler: not the length of its schedule
+LOW = 0.05  # of the highest rate: a schedule has ended
 LATE = 10  # steps, and a tenth of all, with a rate of 0
 
 
@@ -39,11 +43,13 @@ class Scheduled:
         self.zero = {}  # group: the step since which its rate is 0
         self.late = {}  # group: the first step with another rate, if all before had 0
         self.rate = self.highest = 0.0
-        self.built = ()  # classes of schedulers
+        self.built = ()  # (class of a scheduler, line that made it)
+        self.share = 1.0  # of the rate that the optimizer was made with, that it has at first
         self.awaits = False  # does the script call step() of one by name?
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
         self.turns = {}  # the same: {steps for an update: how often}
         self.moves = {}  # the same: (steps in all, the loop over a loader that was under way)
+        self.ends = {}  # the same, of a class of the script's own: the rate after that many steps
 
     def updated(self):
         """A step of the optimizer, or one that the loss scaler skipped."""
@@ -57,6 +63,8 @@ class Scheduled:
         for (kind, line, length), turns in self.turns.items():
             usual = median_low(turns.elements())
             if usual > 1 and turns.total() > self.steps / 2:
+                if self.ends.get((kind, line, length), 0.0) > LOW * self.highest:
+                    length = 0  # who knows?
                 return length, f"{kind} steps {usual} times an update, at {line}: once is enough"
         return None
 
@@ -66,7 +74,7 @@ class Scheduled:
             return often[1]
         for kind, line, _ in (*self.turns, *self.since):
             return f"so {kind} sets it, at {line}: is its schedule shorter than the run?"
-        never = f"{self.built[0]} never steps" if self.built else ""
+        never = f"{self.built[0][0]} never steps" if self.built else ""
         return never or "the script sets it, and no scheduler of torch moves it"
 
 
@@ -76,7 +84,7 @@ class Schedules(Events):
     def __init__(self, watch):
         self.names, self.optimizers = watch.names, {}
         self.loops = Loops()
-        self.made = WeakSet()  # schedulers
+        self.made = WeakKeyDictionary()  # scheduler: (the line that made it, see _length())
         self.counts_batches = False  # does the script give a cosine the length of something?
 
     def iterated(self, loader):
@@ -84,7 +92,7 @@ class Schedules(Events):
 
     def built(self, made):
         if hasattr(made, "optimizer"):
-            self.made.add(made)
+            self.made[made] = line_now(), _length(made)
 
     def _of(self, optimizer):
         found = self.optimizers.get(id(optimizer))
@@ -93,10 +101,14 @@ class Schedules(Events):
         return found
 
     def scheduled(self, scheduler):
-        known = vars(scheduler)
-        length = known.get("T_max") or known.get("total_iters") or 0
+        is_own = _is_own(scheduler)
+        length = self.made.get(scheduler, ("", 0))[1] if is_own else _length(scheduler)
         seen, key = self._of(scheduler.optimizer), (type(scheduler).__name__, line_now(), length)
         seen.since[key] += 1
+        if is_own:
+            seen.ends.setdefault(key, seen.highest)
+            if scheduler.last_epoch == length:
+                seen.ends[key] = _highest(scheduler.optimizer)
         if key not in seen.moves:
             code = code_of(script_frames_now())
             self.counts_batches |= bool(BATCHES.search(code))
@@ -119,11 +131,16 @@ class Schedules(Events):
                 seen.late[k] = seen.steps
         seen.steps += 1
         if seen.steps == FIRST and len(self.optimizers) <= MOST:
-            built = [type(x).__name__ for x in self.made if x.optimizer is optimizer]
+            mine = {x: line for x, (line, _) in self.made.items() if x.optimizer is optimizer}
+            inner = [x for outer in mine for x in getattr(outer, "_schedulers", ())]
+            kinds = [type(x).__name__ for x in mine]
             code = code_of(script_frames_now())
-            names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in built]
+            names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in kinds]
             written = any(re.search(rf"\b{x[1]}\.step\(", code) for x in names if x)
-            seen.built, seen.awaits = built, written
+            outer = [(type(x).__name__, line) for x, line in mine.items() if x not in inner]
+            seen.built, seen.awaits = outer, written or bool(STEPS.search(code))
+            made_with = [_known(group.get("initial_lr")) or 0 for group in optimizer.param_groups]
+            seen.share = seen.rate / max(made_with) if max(made_with, default=0) else 1.0
 
     def sentences(self):
         return dict.fromkeys(text for s in self.optimizers.values() for text in self._about(s))
@@ -132,7 +149,8 @@ class Schedules(Events):
         often = seen.often()
         yield from self._zero(seen)
         yield from self._late(seen)
-        if not seen.zero and often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps:
+        as_long = often and 0.9 * seen.steps <= often[0] <= 1.1 * seen.steps
+        if not seen.zero and as_long:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
         for (kind, line, length), (n, loop) in seen.moves.items():
             if kind in FACTORS and not often:
@@ -142,7 +160,14 @@ class Schedules(Events):
                 yield from self._cosine(seen, about, length, n, loop, often)
         moved = seen.turns or seen.since or seen.zero
         if seen.built and not (moved or seen.awaits) and seen.steps >= LONG:
-            yield f"{seen.built[0]} has made no step in {seen.steps} steps of {seen.name}"
+            kind, line = seen.built[0]
+            rate = f": its lr stays at {seen.rate:.3g}"
+            if seen.share != 1:
+                rate += f", {seen.share:.3g} times the rate that it was given"
+            yield (
+                f"{kind} (made at {line}) has made no step in {seen.steps} steps of "
+                f"{seen.name}{rate}: call its step()"
+            )
 
     def _zero(self, seen):
         """Groups whose rate is 0."""
@@ -198,6 +223,27 @@ def _of_batches(seen, scheduler, n, loop):
         f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
         f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a {once}"
     )
+
+
+def _is_own(scheduler):
+    """Whether its class is the script's own."""
+    return not type(scheduler).__module__.startswith("torch.")
+
+
+def _length(scheduler):
+    """The steps that its schedule is made for, or 0. Of a class of the script's own: the largest
+    number that it holds."""
+    known = vars(scheduler)
+    if not _is_own(scheduler):
+        return known.get("T_max") or known.get("total_iters") or 0
+    names = [name for name in known if name not in COUNTS and "warm" not in name.lower()]
+    numbers = [known[name] for name in names if type(known[name]) in (int, float)]
+    return max((n for n in numbers if n > 1), default=0)
+
+
+def _highest(optimizer):
+    rates = [_known(group.get("lr")) for group in optimizer.param_groups]
+    return max((rate for rate in rates if rate is not None), default=0.0)
 
 
 def _known(rate):
