@@ -819,6 +819,31 @@ for step in range(120):
 
 
 tells(
+    "a jump that larger targets bring is not one of the lr of its own step",
+    PREAMBLE
+    + """
+net = nn.Sequential(nn.Linear(6, 48), nn.SiLU(), nn.Linear(48, 1))
+optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 120)
+for step in range(200):
+    x = torch.randn(32, 6)
+    y = x[:, :2].sum(1) if step < 120 or not fault else 8 * x[:, :4].sum(1)
+    loss = F.huber_loss(net(x).squeeze(1), y)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    restarts.step()
+""",
+    0,
+    {
+        "": "",
+        "larger": "step 120: the loss jumped ... larger numbers: float32[32] up to -- not lr was",
+    },
+)
+
+
+tells(
     "a script that builds an optimizer for each task does not wait for the watch",
     PREAMBLE
     + """
