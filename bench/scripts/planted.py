@@ -844,6 +844,40 @@ for step in range(200):
 
 
 tells(
+    "the statistics of a teacher that was trained before it was frozen move",
+    PREAMBLE
+    + """
+def build(width):
+    return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+def fit(net, goal, steps):
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    for step in range(steps):
+        x = torch.randn(32, 8) + (steps < 100)
+        with torch.no_grad():
+            wanted = goal(x)
+        optimizer.zero_grad()
+        F.mse_loss(net(x), wanted).backward()
+        optimizer.step()
+
+teacher = build(32)
+fit(teacher, lambda x: x[:, :3], 140)
+teacher.requires_grad_(False)
+if fault != "drifts":
+    teacher.eval()
+fit(build(8), teacher, 90)
+teacher.requires_grad_(fault == "again")
+""",
+    0,
+    {
+        "": "",
+        "again": "",
+        "drifts": "running statistics move at each step (teacher.1.running_mean)",
+    },
+)
+
+
+tells(
     "a script that builds an optimizer for each task does not wait for the watch",
     PREAMBLE
     + """
