@@ -878,6 +878,64 @@ teacher.requires_grad_(fault == "again")
 
 
 tells(
+    "an average that goes into clones of a network is told",
+    PREAMBLE
+    + """
+import copy
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.third = copy.deepcopy(self.key)
+
+    @torch.no_grad()
+    def update(self):
+        state = {name: t.clone() for name, t in self.key.state_dict().items()}
+        for name, p in self.query.named_parameters():
+            state[name].mul_(0.9).add_(p, alpha=0.1)
+        if fault in ("", "outside"):
+            self.key.load_state_dict(state)
+        if fault == "another network":
+            self.third.load_state_dict(state)
+        if fault == "a distance":
+            self.far = sum((t - p).norm() for t, p in zip(state.values(), self.key.parameters()))
+        if fault == "called":
+            torch.func.functional_call(self.third, state, (torch.randn(3, 8),))
+
+    def forward(self, x):
+        if not outside:
+            self.update()
+        with torch.no_grad():
+            wanted = self.key(x.flip(0)) + self.third(x)
+        return self.query(x), wanted
+
+outside = "outside" in fault
+net = Pair()
+optimizer = torch.optim.SGD(net.query.parameters(), 0.05)
+for step in range(60):
+    out, wanted = net(torch.randn(16, 8))
+    optimizer.zero_grad()
+    F.mse_loss(out, wanted + 1).backward()
+    optimizer.step()
+    if outside:
+        net.update()
+""",
+    0,
+    {
+        "": "",
+        "outside": "",
+        "another network": "",
+        "a distance": "",
+        "called": "",
+        "lost": "key.0.weight, key.0.bias, key.2.weight, key.2.bias never move ... in update",
+        "lost outside": "never move ... it is written into clones that nobody uses",
+    },
+)
+
+
+tells(
     "a script that builds an optimizer for each task does not wait for the watch",
     PREAMBLE
     + """
