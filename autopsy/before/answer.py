@@ -16,6 +16,10 @@ OTHER_STEP = (
     "made again, it has other gradients than the script: old ones that were not set "
     "to 0, or changed by hand. Nothing is known"
 )
+UNREPEATABLE = (
+    "is not repeatable: two calls with the same input and random state differ (a generator of its "
+    "own, a counter?), so that the step cannot be made again. Nothing is known"
+)
 OTHER_DRAWS = (
     "compiled code and fused attention draw other random numbers than eager code does (for "
     "compiled code set torch._inductor.config.fallback_random = True, or leave out the dropout)"
@@ -68,6 +72,7 @@ class Measured(NamedTuple):
     unknown: Sequence = ()  # custom functions that could not be compared
     chosen: Sequence = ()  # those whose backward is a choice
     right: int = 0  # how many agree with central differences
+    unrepeatable: Sequence = ()  # custom functions whose forward gives other results each time
 
     @property
     def wrong(self):
@@ -95,6 +100,8 @@ def in_words(answer, way, measured):
             counter = COUNTER if way is Way.CHECKPOINTS else ""
             lines.append(f"it is right {way.value}: look there{counter}")
         return "\n  ".join(lines)
+    if answer is Answer.OTHER_STEP and measured.unrepeatable:
+        return f"the forward of {', '.join(measured.unrepeatable)[:300]} {UNREPEATABLE}"
     if answer is Answer.OTHER_STEP:
         return OTHER_STEP
     if answer is Answer.OTHER_DRAWS:

@@ -117,7 +117,7 @@ class Step:
         """Repeat the step in several ways. `own`: the gradients that the script had."""
         first, second = self.once(), self.once()
         if not self._repeats(own, first):
-            return Measured(repeats=False, causes=self.redrawn)
+            return self._not_repeated()
         custom, saved = Custom(), Saved()
         plain = self.once(Way, record=(custom, saved))
         reference, truth = self._in_wider_types(plain)
@@ -152,6 +152,13 @@ class Step:
             chosen=chosen,
             right=right,
         )
+
+    def _not_repeated(self):
+        """The step has other gradients: is it a custom function that differs each time?"""
+        custom = Custom()
+        if not self.redrawn:
+            self.once(record=[custom])
+        return Measured(False, self.redrawn, unrepeatable=custom.unrepeatable())
 
     def _causes(self, custom, saved, way):
         """Sentences on what makes gradients wrong, beside those on custom functions."""

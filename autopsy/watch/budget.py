@@ -26,6 +26,7 @@ class Budget:
         self.recording = True
         self.steps = self.recorded = 0
         self.is_close = True  # do the checks of silent/ look closely at the step under way?
+        self.asked = False  # has a check of silent/ asked for the next step?
         self.spent, self._since = 0.0, clock()
         self._must = self._is_asked_for(0)
 
@@ -44,7 +45,8 @@ class Budget:
         self.recorded += self.recording
         self._must = by_hand or self._is_asked_for(step)
         self.is_close = step < FIRST or step.bit_count() < 2
-        if self._must or self.is_close:
+        asked, self.asked = self.asked, False
+        if self._must or self.is_close or asked:
             self.recording = True
         elif step % TOGETHER == 0:
             self.recording = self._is_cheap()

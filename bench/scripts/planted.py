@@ -819,6 +819,168 @@ for step in range(120):
 
 
 tells(
+    "a jump that larger targets bring is not one of the lr of its own step",
+    PREAMBLE
+    + """
+net = nn.Sequential(nn.Linear(6, 48), nn.SiLU(), nn.Linear(48, 1))
+optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 120)
+for step in range(200):
+    x = torch.randn(32, 6)
+    y = x[:, :2].sum(1) if step < 120 or not fault else 8 * x[:, :4].sum(1)
+    loss = F.huber_loss(net(x).squeeze(1), y)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
+    restarts.step()
+""",
+    0,
+    {
+        "": "",
+        "larger": "step 120: the loss jumped ... larger numbers: float32[32] up to -- not lr was",
+    },
+)
+
+
+tells(
+    "the statistics of a teacher that was trained before it was frozen move",
+    PREAMBLE
+    + """
+def build(width):
+    return nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+def fit(net, goal, steps):
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    for step in range(steps):
+        x = torch.randn(32, 8) + (steps < 100)
+        with torch.no_grad():
+            wanted = goal(x)
+        optimizer.zero_grad()
+        F.mse_loss(net(x), wanted).backward()
+        optimizer.step()
+
+teacher = build(32)
+fit(teacher, lambda x: x[:, :3], 140)
+teacher.requires_grad_(False)
+if fault != "drifts":
+    teacher.eval()
+fit(build(8), teacher, 90)
+teacher.requires_grad_(fault == "again")
+""",
+    0,
+    {
+        "": "",
+        "again": "",
+        "drifts": "running statistics move at each step (teacher.1.running_mean)",
+    },
+)
+
+
+tells(
+    "an average that goes into clones of a network is told",
+    PREAMBLE
+    + """
+import copy
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.third = copy.deepcopy(self.key)
+
+    @torch.no_grad()
+    def update(self):
+        state = {name: t.clone() for name, t in self.key.state_dict().items()}
+        for name, p in self.query.named_parameters():
+            state[name].mul_(0.9).add_(p, alpha=0.1)
+        if fault in ("", "outside"):
+            self.key.load_state_dict(state)
+        if fault == "another network":
+            self.third.load_state_dict(state)
+        if fault == "a distance":
+            self.far = sum((t - p).norm() for t, p in zip(state.values(), self.key.parameters()))
+        if fault == "called":
+            torch.func.functional_call(self.third, state, (torch.randn(3, 8),))
+
+    def forward(self, x):
+        if not outside:
+            self.update()
+        with torch.no_grad():
+            wanted = self.key(x.flip(0)) + self.third(x)
+        return self.query(x), wanted
+
+outside = "outside" in fault
+net = Pair()
+optimizer = torch.optim.SGD(net.query.parameters(), 0.05)
+for step in range(60):
+    out, wanted = net(torch.randn(16, 8))
+    optimizer.zero_grad()
+    F.mse_loss(out, wanted + 1).backward()
+    optimizer.step()
+    if outside:
+        net.update()
+""",
+    0,
+    {
+        "": "",
+        "outside": "",
+        "another network": "",
+        "a distance": "",
+        "called": "",
+        "lost": "key.0.weight, key.0.bias, key.2.weight, key.2.bias never move ... in update",
+        "lost outside": "never move ... it is written into clones that nobody uses",
+    },
+)
+
+
+tells(
+    "a teacher that only grows is told",
+    PREAMBLE
+    + """
+import copy
+net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+teacher = copy.deepcopy(net).requires_grad_(False)
+if fault == "a sum":
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.zero_()
+optimizer = torch.optim.SGD(net.parameters(), 0.05)
+for step in range(120):
+    x = torch.randn(32, 8)
+    with torch.no_grad():
+        wanted = teacher(x).tanh() + x[:, :3]
+    optimizer.zero_grad()
+    F.mse_loss(net(x), wanted).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for t, p in zip(teacher.parameters(), net.parameters()):
+            if fault == "":
+                t.mul_(0.95).add_(p, alpha=0.05)
+            elif fault == "in turn":
+                t.add_(p, alpha=0.05)
+                t.div_(1.05)
+            elif fault == "scaled":
+                t += 0.05 * p.detach()
+            elif fault == "of the way":
+                t.add_(p - t, alpha=0.05)
+            else:
+                t.add_(p, alpha=0.05)
+""",
+    0,
+    {
+        "": "",
+        "in turn": "",
+        "a sum": "",
+        "of the way": "",
+        "alone": "teacher.0.weight, teacher.2.weight run away ... adds 0.05 of these at each step",
+        "scaled": "teacher.0.weight, teacher.2.weight run away ... adds 0.05 of these at each step",
+    },
+)
+
+
+tells(
     "a script that builds an optimizer for each task does not wait for the watch",
     PREAMBLE
     + """

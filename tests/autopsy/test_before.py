@@ -1025,6 +1025,48 @@ def test_a_function_that_cannot_be_compared_is_no_reassurance(run):
     assert done.returncode == 4 and "not compared, so that nothing is known: Again" in done.stderr
 
 
+NOISE = (
+    PREAMBLE
+    + """
+import numpy as np
+own = np.random.default_rng(0)
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        draw = own.standard_normal if fault == "own" else np.random.standard_normal
+        return x + 0.3 * torch.from_numpy(draw(tuple(x.shape))).to(x.dtype)  # noise
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+optimizer = torch.optim.SGD(net.parameters(), 0.05)
+for step in range(6):
+    x = torch.randn(16, 8)
+    loss = F.cross_entropy(net(Noise.apply(x)), x[:, :3].argmax(1))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+)
+
+
+@needs_unix
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ("own", 4, "the forward of Noise (script.py:"),
+        ("NumPy's", 0, "the gradients of 4 tensors are those of the step"),
+    ],
+)
+def test_a_function_that_is_not_repeatable_is_named(run, fault, code, words):
+    """The state of NumPy's own generator is put back, that of another one is not known."""
+    done = run(NOISE, fault, before=["--check-gradients"])
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr, done.stderr
+    assert "changed by hand" not in done.stderr
+
+
 @needs_unix
 def test_the_number_of_steps_stands_before_the_script(run):
     text = script(OVERFLOWS["a square by hand"][0])

@@ -74,6 +74,81 @@ def test_ranks_with_other_weights_are_named(tmp_path, fault, words):
     assert (words in said) if words else "holds other weights" not in said
 
 
+HEAD = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+body, head = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 3)
+HELD
+opt = torch.optim.Adam([*body.parameters(), *head.parameters()], 3e-3)
+torch.manual_seed(rank)
+for step in range(20):
+    x = torch.randn(32, 8)
+    opt.zero_grad()
+    nn.functional.cross_entropy(head(body(x)), x[:, :3].argmax(1)).backward()
+    AVERAGE
+    opt.step()
+dist.destroy_process_group()
+"""
+HELD = "body = nn.parallel.DistributedDataParallel(body)"
+
+
+@pytest.mark.parametrize(
+    ("held", "average", "words"),
+    [
+        (HELD, "pass", "and began with the same: head."),
+        (f"{HELD}; personal_head = head", "pass", ""),
+        (HELD, "for p in head.parameters(): dist.all_reduce(p.grad); p.grad /= 2", ""),
+        (f"{HELD}; head = nn.parallel.DistributedDataParallel(head)", "pass", ""),
+        ("pass", "pass", ""),
+    ],
+)
+def test_a_head_that_no_wrapper_holds_is_named(tmp_path, held, average, words):
+    text = HEAD.replace("HELD", held).replace("AVERAGE", average)
+    (tmp_path / "script.py").write_text(text)
+    done = run_ranks([ROOT / "autopsy", "script.py"], tmp_path)
+    said = "".join(err for _, _, err in done)
+    assert [code for code, _, _ in done] == [0, 0], said
+    assert (words in said) if words else "holds other weights" not in said, said
+
+
+SKIPS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+fault, rank = sys.argv[1], dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+opt = torch.optim.SGD(net.parameters(), 2e-2)
+torch.manual_seed(rank)
+for step in range(20 if fault != "leaves" or rank == 0 else 5):
+    x = torch.randn(32, 8)
+    opt.zero_grad()
+    (net(x) - x[:, :1]).pow(2).mean().backward()
+    for p in net.parameters() if fault != "leaves" else ():
+        dist.all_reduce(p.grad); p.grad /= 2
+    if step % 3 and (rank == 0 or fault == "both"): opt.step()
+    elif step % 3 == 0 and (rank == 1 or fault == "both"): opt.step()
+    elif step % 5 == 1: opt.step()
+if fault != "leaves": dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("one", "let all ranks decide together"), ("both", ""), ("leaves", "")]
+)
+def test_a_rank_that_skips_a_step_of_the_others_is_named(tmp_path, fault, words):
+    (tmp_path / "script.py").write_text(SKIPS)
+    done = run_ranks([ROOT / "autopsy", "script.py", fault], tmp_path)
+    said = "".join(err for _, _, err in done)
+    assert [code for code, _, _ in done] == [0, 0], said
+    assert (words in said) if words else "holds other weights" not in said, said
+
+
 def test_a_long_chain_of_sums_is_not_followed_to_its_end():
     """w = w + w, forty times: two to the power of forty ways lead back."""
     p = torch.ones(2)

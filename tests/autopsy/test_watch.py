@@ -567,6 +567,65 @@ def test_an_update_that_was_not_read_is_found_in_a_second_run(run, step):
     assert done.returncode == 3 and words in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (
+            "alike",
+            "came back at step 151. Its step was not recorded, so nothing explains it: --share",
+        ),
+        ("units", "holds numbers up to "),  # which the step after it shows
+        ("rate", "At step 150 the lr rose from 0.01 to 1"),
+        ("target", ""),
+        ("fold", ""),
+        ("", ""),
+    ],
+)
+def test_a_jump_whose_step_was_not_recorded_is_told(run, fault, words):
+    said = run(planted.JUMP, fault, before=["--share", "0"]).stderr
+    assert words in said and ("jumped" in said) == bool(words), said
+
+
+RESUMED = (
+    PREAMBLE
+    + """
+import copy
+net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
+optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+for step in range(200):
+    if step == 100 and fault:
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        if fault == "without the head":
+            saved = {name: t for name, t in saved[0].items() if name[0] == "0"}, saved[1]
+        net.load_state_dict(saved[0], strict=False)
+        optimizer.load_state_dict(saved[1])
+    if step == 150 and fault == "another file":
+        net.load_state_dict({name: -4 * t for name, t in net.state_dict().items()})
+    x = torch.randn(32, 6)
+    loss = F.mse_loss(net(x), x[:, :2])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("without the head", "step 100: .* new one since step 100: .*2.weight, .*2.bias differ"),
+        ("another file", "step 150: .* Shortly before, weights were loaded at script.py:"),
+        ("all of it", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_known_of_such_a_jump_without_a_recording_is_told(run, fault, words):
+    said = run(RESUMED, fault, before=["--share", "0"]).stderr
+    assert re.search(words, said) and ("jumped" in said) == bool(words), said
+
+
 MOMENTS = (
     PREAMBLE
     + """

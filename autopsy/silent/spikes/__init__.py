@@ -5,7 +5,11 @@ carry it?
 Before each optimizer step it looks at two numbers that the watch reads anyway. After a jump, at
 most six times in a run, rows.py looks for the rows that carry it. If the whole batch carries a
 jump, it compares the batch's largest number with earlier ones; changes.py knows what is new since
-the steps before. It touches no weight and no gradient, and restores all that it repeats.
+the steps before, and unrecorded.py what is known of a step that was not recorded. It touches no
+weight and no gradient, and restores all that it repeats.
+
+The loss and the gradient of a step are those of the weights before it: the lr of that very step
+explains neither.
 """
 
 from collections import deque
@@ -19,9 +23,10 @@ import torch
 
 from ...tensors import LIMIT, batched, extent, type_of
 from ...watch.deferred import params_of
-from ...watch.events import Events
+from ...watch.events import FirstFunctions
 from .changes import PAST, Changes, Owner
 from .rows import ALL, BEYOND, Rows, rows_of
+from .unrecorded import FAR, NOT_RECORDED, Unrecorded
 
 ROWS = 5.0  # times the highest of these: carried by a few rows
 STEEP = 100.0  # times the highest gradient norm, while the loss is as before: rare rows do less
@@ -30,6 +35,7 @@ FOLD = 2.0  # times the highest loss: here another training begins
 FASTER = 4.0  # by how much the rate rose, where that explains a jump
 SOON = 3  # steps, within which most of a jump is over that a whole batch carried
 SPREAD = 6.0  # highest by median of these; beyond it tails are heavy
+LARGER = 2.0  # times the largest target: that a loss is larger, too, is no news
 SPIKES, TRIES = 3, 6  # in a run
 UNEXPLAINED = (
     "Nothing that was seen explains it: no few rows of the batch, no lr, no write into weights, no "
@@ -48,7 +54,10 @@ class Jump:
     highest: float  # of all steps before
     since: int | None  # when the rate rose
     why: str = ""
-    rates: str = ""  # why, if nothing else is known
+    recorded: bool = True  # its step
+    far: bool = False  # above all that is usual
+    larger: str = ""  # why, if nothing else is known: what the loss is given
+    rates: str = ""  # why, if that is not so
     whole: str = ""  # why, if the next step is ordinary, too
     soon: bool = False  # it was
     back: int | None = None  # the step at which it had come back
@@ -68,19 +77,25 @@ class Past:
     rate: float = 0.0  # the highest
     step: int = 0  # the last
     born: int | None = None  # when it took the place of an equal one
+    resumed: bool = False  # had it a state then?
     unlike: str = ""  # what it holds then that is not what that one held
     jump: Jump | None = None  # that has not come back
     noted: list = field(default_factory=list)  # what came with each of the last steps
     lines: dict = field(default_factory=dict)  # all that these steps ran: at which step first
 
 
-class Spike(Events):
+class Spike(FirstFunctions):
     """The losses and gradient norms of each optimizer, and the jumps among them."""
 
+    recorded_only, always = False, True
+    functions = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "sub", "__sub__")
+
     def __init__(self, watch):
-        self.scaling, self.recorder = watch.scaling, watch.recorder
-        self.deferred = watch.deferred
+        super().__init__(watch)
+        self.scaling, self.deferred = watch.scaling, watch.deferred
         self.changes = Changes(watch.recorder, watch.names)
+        self.unrecorded = Unrecorded(watch)
+        self.targets = {}  # function: the step of its last call, its target; the largest number
         self.pasts = WeakKeyDictionary()  # of each optimizer
         self.kinds = {}  # its class, and shapes of its weights: the latest one's
         self.given = WeakKeyDictionary()  # module: its batch; the largest number of earlier ones
@@ -96,9 +111,24 @@ class Spike(Events):
             usual = [a if a is None or b is None else torch.maximum(a, b) for a, b in pairs]
         self.given[module] = [ref(t) for t in real], usual
 
+    def function_called(self, func, name, args, kwargs, out):
+        """A loss is computed from a target: read that as the batches are read."""
+        given = [*filter(torch.is_tensor, (*args, *kwargs.values()))][:2]
+        plain = [t for t in given if not t.requires_grad and t.is_floating_point() and t.numel()]
+        if len(given) == 2 and len(plain) == 1:
+            _, _, usual = self.targets.get(name, (0, None, None))
+            if self.recorder.steps.bit_count() < 2:
+                [size] = self.deferred.largest(plain, torch.abs)
+                usual = size if usual is None or size is None else torch.maximum(size, usual)
+            self.targets[name] = self.recorder.steps, ref(plain[0]), usual
+
+    def loaded(self, module, state, answer):
+        self.unrecorded.loaded(module)
+
     def before_step(self, optimizer, losses, norm, moved):
         if not norm <= LIMIT:
             return
+        self.unrecorded.note()
         past = self.pasts.get(optimizer)
         if not past or past.owner.id != id(optimizer):
             past = self._begins(optimizer, sum(losses))
@@ -140,7 +170,7 @@ class Spike(Events):
         follows = follows and (resumed or loss <= FOLD * max(last for last, _ in past.last))
         if follows and optimizer not in self.pasts:  # else two equal ones take turns
             past.unlike = past.owner.unlike(optimizer, self.changes.names) if resumed else ""
-            past.owner, past.born = Owner(optimizer), step
+            past.owner, past.born, past.resumed = Owner(optimizer), step, resumed
             self.recorder.steps_of[id(optimizer)] = step
         else:
             past = Past(Owner(optimizer))
@@ -162,8 +192,9 @@ class Spike(Events):
     def _spike(self, past, now, recent, times, raised, own=0.0):
         """`raised`: a sentence on the rate. `own`: the least loss of the rows that are named."""
         known = raised and any(jump.since == past.since for jump in self.jumps)
-        unseen = not (raised or self.changes.seen(past))
-        if known or unseen or self.changes.target_moved(past):
+        recorded = bool(raised) or self.changes.seen(past)
+        moved = self.changes.target_moved if recorded else self.unrecorded.target_moved
+        if known or moved(past):
             return
         k, step = times.index(max(times)), self.recorder.steps
         numbers = "" if self.scaling.scaler else f" ({now[k]:.3g} after at most {recent[k]:.3g})"
@@ -171,17 +202,22 @@ class Spike(Events):
             f"step {step}: the {('loss', 'gradient norm')[k]} jumped to {times[k]:.3g} times the "
             f"highest of the {PAST} steps before{numbers}"
         )
-        jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since)
-        usual, most = median(past.rates), max(past.rates)
+        jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since, recorded=recorded)
+        jump.far, jump.larger = times[k] > FAR, self._larger()
+        self.hooks.budget.asked |= not recorded
+        usual, most = median(past.rates), max([*past.rates][:-1], default=0.0)
         if most > FASTER * usual > 0:
             before = f"in most of the {PAST} steps before"
             jump.rates = f"The lr was {usual:g} {before}, and at most {most:g}"
-        rows = self._rows(times, raised, own)
+        rows = self._rows(times, raised, own) if recorded else Rows()
         if rows.rare:
             return
 
         jump.whole = rows.whole
-        explanations = self._explanations(past, rows, raised, own, is_large=times[k] > ALL)
+        if recorded:
+            explanations = self._explanations(past, rows, raised, own, is_large=times[k] > ALL)
+        else:
+            explanations = self._known(past, is_large=times[k] > ALL)
         jump.why = next(filter(None, explanations), "")
         faster = times[0] > (ALL if own else ROWS) and most > FASTER * usual
         if (jump.why and not raised) or (times[k] > ALL and not own) or faster:
@@ -211,6 +247,25 @@ class Spike(Events):
             yield self.changes.sentence(past)
             yield rows.term
 
+    def _known(self, past, is_large):
+        """The same of a step that was not recorded."""
+        new = self.changes.new_optimizer(past)
+        if is_large or (past.born == self.recorder.steps and past.unlike):
+            yield new
+        if is_large:
+            yield self.unrecorded.sentence(past)
+
+    def _larger(self):
+        """A sentence if the loss of this step is given larger numbers than any that were read."""
+        for step, t, usual in self.targets.values():
+            now = t() if step == self.recorder.steps and usual is not None else None
+            if now is not None and extent(now).largest > LARGER * float(usual) > 0:
+                return (
+                    f"The loss is given larger numbers: {type_of(now)} up to "
+                    f"{extent(now).largest:.3g} (those read before: up to {float(usual):.3g})"
+                )
+        return ""
+
     def _whole(self):
         """A sentence if the batch is larger than all that were read before."""
         for batch, usual in self.given.values():
@@ -226,6 +281,11 @@ class Spike(Events):
     def _after(self, past, now):
         jump = past.jump
         jump.last.append(now[jump.k])
+        if not jump.recorded and len(jump.last) <= SOON:
+            jump.larger = jump.larger or self._larger()
+            if self.hooks.budget.recording:
+                jump.larger = jump.larger or self._whole()
+            self.hooks.budget.asked |= not jump.larger
         jump.soon |= len(jump.last) <= SOON and jump.last[-1] * ALL < jump.size
         if jump.last[-1] <= 2 * jump.recent:
             jump.back = self.recorder.steps
@@ -240,9 +300,13 @@ class Spike(Events):
             lost = jump.back is None and len(jump.last) > 8 and median(jump.last) > jump.highest
             whole = jump.whole if jump.soon else ""  # the batch's fault, not that of the weights
             why = jump.why or jump.rates or whole
-            if why or lost:
-                what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
-                yield f"{what}. {why or UNEXPLAINED}"
+            far = jump.far and not jump.recorded
+            if not (why or lost or far):
+                continue
+            if jump.larger and not jump.why:
+                why, lost = jump.larger, False
+            what = f"{jump.what}{ends}{': the run is worse than at its start' * lost}"
+            yield f"{what}. {why or (UNEXPLAINED if jump.recorded else NOT_RECORDED)}"
 
 
 def _jumped(last, now):

@@ -106,6 +106,13 @@ class Changes:
         others = [step["others"] and not step["written"] for step in past.noted]
         return any(others[-LATELY:]) and not all(others[:-LATELY])
 
+    def new_optimizer(self, past):
+        """Whether one took the place of an equal one a few steps ago; or ""."""
+        if past.born is None or self.recorder.steps - past.born >= LATELY:
+            return ""
+        without = "" if past.resumed else ", which began without the state of the one before"
+        return f"The optimizer is a new one since step {past.born}{past.unlike or without}"
+
     def seen(self, past):
         """Whether the last few steps were recorded: else writes by hand were not seen."""
         late = past.noted[-LATELY:]
@@ -121,10 +128,8 @@ class Changes:
             return {step[what] for step in before}
 
         now, passes = late[-1], earlier("passes")
-        if past.born is not None and (age := self.recorder.steps - past.born) < LATELY:
-            _, filled = late[-1 - age]["state"]
-            without = "" if filled else ", which began without the state of the one before"
-            return f"The optimizer is a new one since step {past.born}{past.unlike or without}"
+        if new := self.new_optimizer(past):
+            return new
         if size := _unusual(now["shape"], earlier("shape")):
             return size
         if now["passes"] not in range(min(passes), max(passes) + 1):

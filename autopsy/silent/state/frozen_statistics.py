@@ -4,9 +4,10 @@ average?
 
 requires_grad_(False) freezes weights, and train() of the whole network switches the running
 statistics of a frozen part on again: what it computes drifts. Statistics and weights are read at
-the steps 1, 2, 4, 8, ...: a part is told whose statistics move and whose weights do not, neither by
-an optimizer nor by hand (as those of an average do). A norm without weights of its own has nothing
-else to learn.
+the steps 1, 2, 4, 8, ..., counted anew when another optimizer begins (a teacher was trained, and is
+frozen then): a part is told whose statistics move and whose weights do not, neither by an optimizer
+nor by hand (as those of an average do). A norm without weights of its own has nothing else to
+learn.
 
 A loop over parameters() averages weights, and no running statistic: those are buffers. Told is a
 module whose weights the script writes by hand after a step, and no optimizer, that is evaluated in
@@ -30,7 +31,8 @@ from ...watch.hooks import without_modes
 from ...watch.interrupts import no_evidence
 
 OFTEN = 3  # reads
-EARLY = 8  # steps in which writes are noted
+EARLY = 8  # steps in which writes are noted; an optimizer that begins later begins another part
+PARTS = 8  # optimizers: more may be one for each task
 ADAPTS = re.compile(r"reset_running_stats|ada_?bn|test.time.(adapt|train)", re.IGNORECASE)
 BEGINS = ("zero_", "fill_", "uniform_", "normal_", "trunc_normal_")  # initialise a weight
 
@@ -41,6 +43,7 @@ class FrozenStatistics(Events):
     def __init__(self, watch):
         self.names, self.recorder, self.deferred = watch.names, watch.recorder, watch.deferred
         self.reads = WeakKeyDictionary()  # part: (norms of statistics, of weights) at each read
+        self.optimizers, self.begun = WeakSet(), 0  # the step at which the last of them began
         self.is_meant = False  # does the script adapt the statistics alone?
         self.written = WeakSet()  # storages of weights
         self.calls = WeakKeyDictionary()  # outermost modules: evaluations since
@@ -104,7 +107,11 @@ class FrozenStatistics(Events):
         return [other for other in alike if _form(other) == form]
 
     def stepped(self, optimizer):
-        if self.recorder.steps and self.recorder.steps.bit_count() < 2 and not self.is_meant:
+        steps = self.recorder.steps
+        if optimizer not in self.optimizers and len(self.optimizers) < PARTS:
+            self.optimizers.add(optimizer)
+            self.begun = steps if steps > EARLY else 0
+        if steps and (steps - self.begun).bit_count() < 2 and not self.is_meant:
             code = code_of(script_frames_now())
             self.is_meant = bool(ADAPTS.search(code))
             found = [part for root in list(self.names.roots) for part in _frozen(root)]
@@ -120,7 +127,9 @@ class FrozenStatistics(Events):
         for part, reads in self.reads.items() if not self.is_meant else ():
             statistics, weights = ([norms[k].tolist() for norms in reads] for k in (0, 1))
             moves = all(a != b for a, b in pairwise(statistics))
-            if len(reads) >= OFTEN and moves and weights.count(weights[0]) == len(weights):
+            still = not any(p.requires_grad for p in part.parameters())
+            stands = weights.count(weights[0]) == len(weights)
+            if len(reads) >= OFTEN and moves and stands and still:
                 drifting.append(self.names.of(_statistics(part)[0]))
         if drifting:
             yield (
