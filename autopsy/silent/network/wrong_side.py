@@ -4,7 +4,7 @@ Wrong side: does a mask hide the words of a sentence, and not its padding?
 key_padding_mask of nn.MultiheadAttention is True where it hides, attn_mask of
 scaled_dot_product_attention where it does not, and a tokenizer's is 1 where there is a word. The
 other way round nothing fails, and each place sees padding only. While networks run in the first
-steps it is noted which ids are padded (see open_masks.py), and what the scores of an attention
+steps it is noted which ids are padded, and what the scores of an attention
 hide: told is a line that always hid each id but the padding.
 """
 

@@ -1,7 +1,7 @@
 """
 Graph ends: of which tensors was a result made, and where did it lose its graph to some weights?
 
-stalled/, constant_term.py and wasted_term.py look for the operation that has no graph, though it
+stalled/ and constant_term.py look for the operation that has no graph, though it
 was given weights. stalled/ and read_as_number.py ask what the graph of a result ends at.
 """
 

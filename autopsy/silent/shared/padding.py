@@ -2,7 +2,7 @@
 Padding: which value are ids padded with, and where?
 
 Ids are padded if one value stands in runs at the ends of rows (or at all beginnings), of different
-lengths, and nowhere else. padded_labels.py, open_masks.py and wrong_side.py ask for it.
+lengths, and nowhere else. padded_labels.py and wrong_side.py ask for it.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@ Passes: which loops of the script begin anew over the same data set?
 
 A loop is a line that iterates a DataLoader, and its data set: one function may train with one
 loader and validate with another, and each task of a sequence has data of its own. The loader itself
-may be built again for each pass. same_numbers/, sorted_classes.py, schedules.py and warm_up.py
+may be built again for each pass. same_numbers/, sorted_classes.py and schedules.py
 count such passes.
 """
 

@@ -6,8 +6,7 @@ own: the order of the samples, the noise and the dropout come again. The generat
 after the first and the second step of the first passes over a training loader, in workers at their
 start and after a batch. Told are three passes in a row that begin alike and draw numbers. No word
 of an evaluation, of one step a pass, of a seed within a pass (one for each sample, say), and of
-states that were put back (fork_rng) or that weights were put back with. What a data set holds of
-its own is in held.py.
+states that were put back (fork_rng) or that weights were put back with.
 """
 
 import linecache
@@ -20,7 +19,6 @@ from torch.utils.data import IterableDataset, RandomSampler
 from ....frames import line_now, script_frames_now
 from ....watch.events import Events
 from ...shared.passes import Loop, Loops, writes_to
-from .held import repeated
 from .workers import Report, are_forks, in_place, states
 
 OFTEN = 3  # passes in a row
@@ -180,20 +178,7 @@ class SameNumbers(Events):
                     f"in each pass: {line} seeds them alike: add torch.initial_seed() % 2**31 to "
                     "that seed, which is another in each pass"
                 )
-        return _of_held(seen)
-
-
-def _of_held(seen):
-    """A sentence, or ""."""
-    begun = [one.begun for one in seen.passes if one.steps > 1 and one.begun.report]
-    name = repeated([one.report.held for one in begun], all(one.is_random for one in begun))
-    if not name:
         return ""
-    return (
-        f"each worker of the loader at {seen.loop.line} begins each pass with the same copy of "
-        f"{name}, and draws the same numbers: seed it in worker_init_fn with torch.initial_seed(), "
-        "which is another in each worker and pass, or draw with torch.rand() and its like"
-    )
 
 
 def _of_workers(reports):

@@ -21,7 +21,6 @@ from torch.utils.data._utils import fetch
 
 from ....watch.interrupts import no_evidence
 from ....watch.loop import seeders
-from .held import Held
 
 KINDS = ("torch", "numpy", "random")
 ROW = struct.Struct("<7Q")  # of a worker: its seed, the states at its start, those after a batch
@@ -48,16 +47,11 @@ class Report:
     def __init__(self, loader):
         self.function = loader.worker_init_fn
         self.memory = mmap(-1, ROW.size * loader.num_workers)  # a worker inherits it
-        self.held = Held(loader)
 
     def __call__(self, worker):
-        seed, held = torch.initial_seed(), []
-        with no_evidence:
-            held = self.held.states()
+        seed = torch.initial_seed()
         out = self.function(worker) if self.function else None
         with no_evidence:
-            self.held.begins(worker, held)
-        with no_evidence:  # its hooks end first
             self._begins(worker, seed)
         return out
 
