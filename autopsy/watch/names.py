@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
-from ..frames import line_now
+from ..frames import is_own, line_now
 from ..tensors import storage_of, type_of
 
 # What gets no gradient on purpose
@@ -19,6 +19,8 @@ TARGETS = re.compile(
     r"target|teacher|\bema\b|momentum|frozen|fixed|reference|slow|random|\b(old|rand|rnd|prior)\b"
 )
 WRAPPED = ("module", "_orig_mod", "_forward_module", "_original_module")  # what a wrapper wraps
+
+FEW = 8  # modules: to ask who holds one is slow
 
 
 class Names:
@@ -61,7 +63,9 @@ class Names:
             for name, other in (*owner._parameters.items(), *owner._buffers.items()):
                 if other is not None and storage_of(other) is storage:
                     return ".".join(filter(None, (names_of([owner])[owner], name)))
-        return f"a parameter {type_of(p)}"
+        kind = f"a parameter {type_of(p)}"
+        held = held_as(p)
+        return f"{held} ({kind})" if held else kind
 
 
 def is_target(name):
@@ -91,11 +95,37 @@ def names_of(roots):
     for top in tops if several else ():
         variables = [*vars(sys.modules["__main__"]).items()]
         tops[top] = next((name for name, value in variables if value is top), "")
+        if not tops[top] and len(tops) <= FEW:
+            tops[top] = held_as(top)
     names = {}
     for root, (top, path) in paths.items():
         first = tops[top] or ("" if path or not several else type(root).__name__)
         names[root] = ".".join(filter(None, [first, *path]))
     return names
+
+
+def held_as(value):
+    """The attribute under which an object of the script holds this, or ""."""
+    for holder in gc.get_referrers(value):
+        if type(holder) is dict:
+            owners = [x for x in gc.get_referrers(holder) if _space_of(x) is holder]
+        else:  # Python keeps attributes beside an object before somebody asks for its dict
+            owners = [holder]
+        for owner in owners:
+            space = _space_of(owner)
+            names = [name for name, x in space.items() if x is value] if space else ()
+            if names and isinstance(names[0], str):
+                return names[0]
+    return ""
+
+
+def _space_of(x):
+    """The attributes of an object of a class of the script's own, or None."""
+    kind = type(x)
+    own = is_own(getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or "<")
+    if not own or issubclass(kind, nn.Module) or str(kind.__module__).startswith("autopsy"):
+        return None
+    return getattr(x, "__dict__", None)
 
 
 def together(modules):

@@ -578,7 +578,8 @@ tells(
         "all frozen": "none of its 4 parameters had a gradient ... requires_grad is False for each",
         "replaced": "head.weight, head.bias got gradients ... holds 2 tensors that no module holds",
         "twice": "Linear.weight, Linear.bias got gradients ... both hold Net.body.weight",
-        "no step": "Adam has made no step, though body.weight ... does the script reach step()?",
+        "no step": "Adam (made at ... has made no step, though body.weight ... does the script "
+        "reach step()?",
         "flattened": "step 90: the loss jumped ... Row 3 of 8 (from 0) carries it",
         "label": "step 150: the loss jumped ... Row 5 of 8 ... In int64[8] they hold 0: right?",
         "units": "step 90: the loss jumped ... (the batches read before: up to",
@@ -1272,6 +1273,48 @@ tells(
             ["read", "seldom", "hooked", "own function", "adversarial", "GAN", "input"],
             "nothing non-finite -- not thrown away",
         ),
+    },
+)
+
+
+HOLDER = (
+    PREAMBLE
+    + """
+class Agent:
+    def __init__(self):
+        self.policy, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
+        self.log_alpha = nn.Parameter(torch.zeros(1))
+        self.first = torch.optim.Adam(self.policy.parameters(), 1e-3)
+        self.second = torch.optim.Adam(self.critic.parameters(), 1e-3)
+        self.third = torch.optim.Adam([self.log_alpha], 1e-3)
+    def update(self, x):
+        out = self.policy(x)
+        self.first.zero_grad(); (out - x[:, :2]).square().mean().backward(); self.first.step()
+        self.second.zero_grad(); (self.critic(x) - x[:, 2:3]).square().mean().backward()
+        if fault != "critic": self.second.step()
+        self.third.zero_grad()
+        (self.log_alpha.exp() * (out.detach().square().mean() - 0.1)).backward()
+        if fault != "number": self.third.step()
+agent = Agent()
+for step in range(60):
+    if fault == "rate":
+        for group in agent.second.param_groups:
+            group["lr"] = 1e-3 * max(0, 30 - step)  # rate
+    agent.update(torch.randn(16, 4))
+"""
+)
+tells(
+    "what an object of the script holds has its name",
+    HOLDER,
+    0,
+    {
+        "": "nothing non-finite",
+        "critic": "no step, though critic.weight, critic.bias, which it holds, got gradients at "
+        "every step read (by backward() at script.py:18 in update)",
+        "number": "no step, though log_alpha (a parameter float32[1]), which it holds, got "
+        "gradients at every step read (by backward() at script.py:21 in update)",
+        "rate": "the lr of critic.weight, critic.bias was 0 since step 30 of 60 ... (script.py:"
+        " ... sets it, and no scheduler",
     },
 )
 

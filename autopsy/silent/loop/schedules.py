@@ -8,6 +8,8 @@ all the time; one for as many as there are batches, which moves once an epoch, h
 rate that falls by a factor each time dies early.
 """
 
+import linecache
+import os
 import re
 from collections import Counter
 from statistics import median_low
@@ -29,6 +31,7 @@ BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|
 DEAD = 1e-4  # of the highest rate
 # step() of something that is called a scheduler
 STEPS = re.compile(r"(?i)\b\w*(sched|lr_|_lr\b|anneal|warm)\w*(\[[^]\n]*\])?\.step\(")
+SETS = re.compile(r"""\[["']lr["']\]\s*[-+*/]?=(?!=)""")  # a rate
 COUNTS = ("last_epoch", "_step_count")  # of a scheduler: not the length of its schedule
 LOW = 0.05  # of the highest rate: a schedule has ended
 LATE = 10  # steps, and a tenth of all, with a rate of 0
@@ -44,6 +47,7 @@ class Scheduled:
         self.late = {}  # group: the first step with another rate, if all before had 0
         self.rate = self.highest = 0.0
         self.built = ()  # (class of a scheduler, line that made it)
+        self.file = ""  # in which its steps are made
         self.share = 1.0  # of the rate that the optimizer was made with, that it has at first
         self.awaits = False  # does the script call step() of one by name?
         self.since = Counter()  # (class, line, updates it is made for): steps since an update
@@ -75,7 +79,9 @@ class Scheduled:
         for kind, line, _ in (*self.turns, *self.since):
             return f"so {kind} sets it, at {line}: is its schedule shorter than the run?"
         never = f"{self.built[0][0]} never steps" if self.built else ""
-        return never or "the script sets it, and no scheduler of torch moves it"
+        lines = _that_set_rates(self.file)
+        who = f"{os.path.basename(self.file)}:{lines[0]}" if len(lines) == 1 else "the script"
+        return never or f"{who} sets it, and no scheduler of torch moves it"
 
 
 class Schedules(Events):
@@ -134,7 +140,9 @@ class Schedules(Events):
             mine = {x: line for x, (line, _) in self.made.items() if x.optimizer is optimizer}
             inner = [x for outer in mine for x in getattr(outer, "_schedulers", ())]
             kinds = [type(x).__name__ for x in mine]
-            code = code_of(script_frames_now())
+            frames = script_frames_now()
+            code = code_of(frames)
+            seen.file = frames[-1][0] if frames else ""
             names = [re.search(rf"(\w+) *= *[\w.]*{kind}\(", code) for kind in kinds]
             written = any(re.search(rf"\b{x[1]}\.step\(", code) for x in names if x)
             outer = [(type(x).__name__, line) for x, line in mine.items() if x not in inner]
@@ -223,6 +231,12 @@ def _of_batches(seen, scheduler, n, loop):
         f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
         f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a {once}"
     )
+
+
+def _that_set_rates(file):
+    """The numbers of the lines of a file that set a rate."""
+    lines = linecache.getlines(file) if file else ()
+    return [n for n, line in enumerate(lines, 1) if SETS.search(line.partition("#")[0])]
 
 
 def _is_own(scheduler):

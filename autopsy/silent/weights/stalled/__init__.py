@@ -9,7 +9,7 @@ Then, and while no optimizer has made a step, it looks for idle optimizers. reas
 says what all this means.
 """
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ....frames import line_now
 from ....tensors import numbers_of, type_of
-from ....watch.deferred import moved_by, params_of
+from ....watch.deferred import gradients_of, moved_by, params_of
 from ....watch.events import Events
 from ....watch.forward import Forward
 from ....watch.interrupts import no_evidence
@@ -29,6 +29,7 @@ from .weight_list import WeightList
 
 RECENT_STEPS = 8
 MAX_OPTIMIZERS = 8  # optimizers that are looked at closely: some scripts build one for each task
+FOLLOWED = 4  # gradients of an optimizer
 MAX_LOSSES = 8  # whose graphs are followed to their ends
 
 
@@ -52,6 +53,9 @@ class StalledWeights(Events):
         self.seen = self.all_steps = 0  # optimizers; steps of all
         self.recreated = RecreatedParameters(self.recorder, self.names)
         self.passes = 0  # backward, before the first step of any optimizer
+        # idle optimizer: (references to some of its parameters, their gradients before a pass)
+        self.idle = WeakKeyDictionary()
+        self.lines = {}  # idle optimizer, as w.idle names it: where gradients reach it
 
     def before_step(self, optimizer, losses, norm, moved):
         zeros, live = self.zeros.get(optimizer, (0, -1))
@@ -116,6 +120,8 @@ class StalledWeights(Events):
 
     def backward(self, losses):
         """Before a backward pass."""
+        for optimizer, (params, _) in [*self.idle.items()]:
+            self.idle[optimizer] = params, gradients_of(params)
         if all(t.is_leaf for t in losses):
             self.leaf = f"at {line_now()} backward() begins at a new tensor, which has no graph"
         elif self.weights and self.recorder.steps < READ and len(self.elsewhere) < MAX_LOSSES:
@@ -142,6 +148,10 @@ class StalledWeights(Events):
 
     def passed(self):
         """After a backward pass: those before the first step of any optimizer count."""
+        for optimizer, (params, before) in [*self.idle.items()]:
+            if before and gradients_of(params) != before:
+                self.lines[self.names.of_optimizer(optimizer)] = line_now()
+                del self.idle[optimizer]
         if self.recorder.steps_of:
             return
         self.passes += 1
@@ -155,8 +165,13 @@ class StalledWeights(Events):
     def _find_idle(self):
         """Find optimizers that have made no step."""
         for optimizer in self.names.optimizers:
-            for p in params_of(optimizer) if id(optimizer) not in self.optimizers else ():
-                self.weights.of(p).idle = type(optimizer).__name__
+            if id(optimizer) in self.optimizers:
+                continue
+            params, name = params_of(optimizer), self.names.of_optimizer(optimizer)
+            for p in params:
+                self.weights.of(p).idle = name
+            if name not in self.lines:
+                self.idle[optimizer] = [ref(p) for p in params[:FOLLOWED]], ()
 
     def _read(self, optimizer=None, seen=None):
         """Read the weights of this optimizer, and those of none."""

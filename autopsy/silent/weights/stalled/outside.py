@@ -15,6 +15,7 @@ class Outside:
     def __init__(self, living, stalled):
         self.living, self.names = living, stalled.names
         self.optimizers, self.passes = [*stalled.optimizers.values()], stalled.passes
+        self.lines = stalled.lines  # idle optimizer: where gradients reach it
 
     def sentences(self):
         yield from self._idle()
@@ -37,9 +38,10 @@ class Outside:
             )
         for name in dict.fromkeys(w.idle for w in idle if w.idle):
             some = [w for w in idle if w.idle == name]
+            at = f" (by backward() at {self.lines[name]})" if name in self.lines else ""
             yield (
                 f"{name} has made no step, though {self._names(some)}, which it holds, got "
-                "gradients at every step read and never changed: does the script reach step()?"
+                f"gradients at every step read{at} and never changed: does the script reach step()?"
             )
 
     def _in_no_optimizer(self):
