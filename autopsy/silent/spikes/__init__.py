@@ -215,7 +215,8 @@ class Spike(FirstFunctions):
 
         jump.whole = rows.whole
         if recorded:
-            explanations = self._explanations(past, rows, raised, own, is_large=times[k] > ALL)
+            cause = "" if jump.larger and past.since == step else raised
+            explanations = self._explanations(past, rows, cause, own, is_large=times[k] > ALL)
         else:
             explanations = self._known(past, is_large=times[k] > ALL)
         jump.why = next(filter(None, explanations), "")

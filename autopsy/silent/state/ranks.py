@@ -163,20 +163,9 @@ class Ranks(ReadsFiles):
                 by_wrapper |= not same
                 differ.append(f"{name} by {gap:.2g}")
         self.began_same |= {rank} if began_same else set()
-        some_wrapped = any(wrapped for _, wrapped in self.sampled)
-        if (
-            alone
-            and not differ
-            and some_wrapped
-            and rank in self.began_same
-            and not self._is_meant()
-        ):
-            self.found = (
-                f"rank {rank} holds other weights than rank 0 after step {self.left}, and began "
-                f"with the same: {few(alone, 4)}: {ALONE}"
-            )
         if not differ:
-            self.same = f"after step {self.left}"
+            self.same = self.same if alone else f"after step {self.left}"
+            self._compare_unwrapped(rank, alone)
             return
         if began_same:
             self.same = "before the first step"
@@ -190,6 +179,16 @@ class Ranks(ReadsFiles):
             f"rank {rank} holds other weights than rank 0 after step {self.left}, though {though}: "
             f"{few(differ, 4)}: {advice}"
         )
+
+    def _compare_unwrapped(self, rank, alone):
+        """`alone`: weights that differ, as their gradients do, while all wrapped ones are the
+        same."""
+        some_wrapped = any(wrapped for _, wrapped in self.sampled)
+        if alone and some_wrapped and rank in self.began_same and not self._is_meant():
+            self.found = (
+                f"rank {rank} holds other weights than rank 0 after step {self.left}, and began "
+                f"with the same: {few(alone, 4)}: {ALONE}"
+            )
 
     def sentences(self):
         return [self.found] if self.found else []
