@@ -303,7 +303,7 @@ def explain(error):
             print(f"train.py: {error}\n  {advice.get(type(error), '')}".rstrip(), file=sys.stderr)
         else:
             traceback.print_exception(error)
-            if "returned nan values" in str(error):  # autograd's words
+            if torch.is_anomaly_enabled() and isinstance(error, RuntimeError):
                 print(
                     "train.py: --detect-anomaly ends a run at its first NaN: without the flag, and "
                     "with --resume auto, the run goes on and examines such a step",

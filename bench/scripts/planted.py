@@ -2704,7 +2704,7 @@ for fold in range(8):
     assert large <= 12, large  # two models
 """
 )
-tells("models that come one after the other", FOLDS, 0, {"": "40 steps, nothing non-finite"})
+tells("models that come one after the other", FOLDS, 0, {"": "80 steps, nothing non-finite"})
 tells("models that come one after the other", FOLDS, 3, {"sixth": "at step 50 -> "})
 
 COPIES = (

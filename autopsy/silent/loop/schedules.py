@@ -31,7 +31,7 @@ BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|
 DEAD = 1e-4  # of the highest rate
 # step() of something that is called a scheduler
 STEPS = re.compile(r"(?i)\b\w*(sched|lr_|_lr\b|anneal|warm)\w*(\[[^]\n]*\])?\.step\(")
-SETS = re.compile(r"""\[["']lr["']\]\s*[-+*/]?=(?!=)""")  # a rate
+SETS = re.compile(r"""^[^#]*\[["']lr["']\]\s*[-+*/]?=(?!=)""")  # a rate
 COUNTS = ("last_epoch", "_step_count")  # of a scheduler: not the length of its schedule
 LOW = 0.05  # of the highest rate: a schedule has ended
 LATE = 10  # steps, and a tenth of all, with a rate of 0
@@ -236,7 +236,7 @@ def _of_batches(seen, scheduler, n, loop):
 def _that_set_rates(file):
     """The numbers of the lines of a file that set a rate."""
     lines = linecache.getlines(file) if file else ()
-    return [n for n, line in enumerate(lines, 1) if SETS.search(line.partition("#")[0])]
+    return [n for n, code in enumerate(lines, 1) if SETS.search(code)]
 
 
 def _is_own(scheduler):

@@ -67,7 +67,8 @@ class TrainedCritic(FirstFunctions):
 
 
 def _speaks_of_rewards():
-    return REWARDS.search(code_of(script_frames_now()))
+    code = code_of(script_frames_now())
+    return REWARDS.search(code)
 
 
 def _subtracted(node):

@@ -146,7 +146,8 @@ class Ranks(ReadsFiles):
         kinds = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")}
         files = {getattr(sys.modules.get(name), "__file__", None) for name in kinds}
         files = {*self.files, *filter(None, files)}
-        return any(MEANT.search(Path(file).read_text(errors="ignore")) for file in files)
+        sources = [Path(file).read_text(errors="ignore") for file in files]
+        return any(MEANT.search(code) for code in sources)
 
     def _compare(self, rank, mine, others):
         if len(mine) != len(others) or self.found:

@@ -96,7 +96,7 @@ class Reasons:
             why = "requires_grad is False for each"
         elif end := self.stalled.leads_nowhere or seen.end:
             why = end
-        elif any(w.module for w in mine):
+        elif any(w.module and w.module() for w in mine):
             why = "is zero_grad() called between backward() and step()?"
         return (
             f"{seen.made} has made {seen.steps} steps, and none of its {len(mine)} parameters "
