@@ -22,11 +22,11 @@ from ..modes import Operations
 from ..step import rng_states, set_rng_states
 from ..tensors import device_of, flat_tensors, floats_in
 from ..watch.hooks import calls_through
+from .repeatable import differs_from_itself
 
 ROOM, RESULTS = 1 << 20, 4096  # numbers of a result, and results, that are compared
 MOST = 16  # calls of custom functions that are compared
 DIRECTIONS = 5
-ITSELF = 1e-2  # of the norm of a result, by which two calls may differ
 # dtype: (relative step, tolerance): the step is near the third root of the last bit
 TYPES = {torch.float64: (1e-5, 5e-3), torch.float32: (1e-2, 5e-2)}
 CHOICE = object()  # what a forward is that is a step or the identity: its backward is a choice
@@ -120,7 +120,7 @@ class Custom(Operations):
         return [
             f"{name} ({line})"
             for (name, line), ((function, args, kwargs, _, rng), _) in self.calls.items()
-            if _differs_from_itself(function, args, kwargs, rng)
+            if differs_from_itself(function, args, kwargs, rng)
         ]
 
 
@@ -285,24 +285,6 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
                 "autograd's knowledge (through .data or NumPy?)"
             )
         return t
-
-
-def _differs_from_itself(function, args, kwargs, rng):
-    """Whether two calls of it differ, by more than rounding in another order."""
-    device, made = device_of(args), []
-    before = rng_states(device)
-    try:
-        for _ in range(2):
-            set_rng_states(rng, device)
-            given = [a.clone() if isinstance(a, Tensor) else a for a in args]
-            with torch.no_grad():
-                made.append([t.double() for t in floats_in(function(*given, **kwargs))])
-    except Exception:  # it cannot be called again: nothing is known of it
-        return False
-    finally:
-        set_rng_states(before, device)
-    pairs = zip(*made, strict=True)
-    return any(float((a - b).norm()) > ITSELF * float(a.norm()) for a, b in pairs)
 
 
 def differs(function, args, kwargs, wanted, rng):
