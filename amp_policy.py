@@ -80,7 +80,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALF = (torch.float16, torch.bfloat16)
+HALF = (F16, BF16)
 
 
 # --- The levels, as data
@@ -443,6 +443,8 @@ class LossScaler(torch.amp.GradScaler):
         scale = state.get("scale", math.nan)
         if self.floor <= scale <= self.ceiling:
             super().load_state_dict(state)
-        elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
-            held = f"holds a loss scale of {scale}" if "scale" in state else "holds no loss scale"
-            warnings.warn(f"the checkpoint {held}: it starts at {self._init_scale:g}", stacklevel=2)
+        elif self.is_enabled():  # none (NaN), collapsed (0) or poisoned
+            warnings.warn(
+                f"the checkpoint's loss scale is {scale}: it starts at {self._init_scale:g}",
+                stacklevel=2,
+            )
