@@ -87,6 +87,20 @@ net = mlp(); train(net, torch.optim.Adam(net.parameters(), 1e-3))
         "        net.zero_grad()\n",
         "",
     ),
+    "a backward pass of the last micro-batch only": Row(
+        "github.com/hanjanghoon/BERT_FP/issues/2",
+        "order",
+        r"3 of 4 losses at script.py:\d+ .* thrown away before each step: .* script.py:\d+",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3); every = 4
+for i in range(160):
+    x, y = data(i); loss = F.mse_loss(net(x), y) / every
+    if (i + 1) % every == 0: loss.backward()
+    if (i + 1) % every == 0: opt.step(); opt.zero_grad()
+""",
+        "if (i + 1) % every == 0: loss.backward()",
+        "loss.backward()",
+    ),
     "clipped before unscale_": Row(
         "github.com/milesial/Pytorch-UNet/issues/468",
         "order",
@@ -3701,6 +3715,27 @@ for epoch in range(5):
         loss = F.cross_entropy(near, torch.arange(32).roll(16))
         loss = loss + 0.0 * F.cross_entropy(extra[:16], y)
         opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "one of several losses is used": """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); x, y = data(0, 64)
+for i in range(30):  # the worst of two batches
+    losses = [F.mse_loss(net(x), y) for x, y in (data(i), data(i + 30))]
+    opt.zero_grad(); max(losses, key=lambda l: l.item()).backward(); opt.step()
+for i in range(30):  # until a batch is easy enough
+    for k in range(5):
+        x, y = data(5 * i + k); loss = F.mse_loss(net(x), y)
+        if loss.item() < 1.5: break
+    opt.zero_grad(); loss.backward(); opt.step()
+W = nn.Parameter(torch.zeros(3, 8)); opt = torch.optim.Adam([W], 1e-2)
+for i in range(30):  # MAML, and its first-order form
+    w = W if i % 2 else W.detach().requires_grad_()
+    for k in range(3):
+        x, y = data(3 * i + k); loss = F.mse_loss(F.linear(x, w), y)
+        g, = torch.autograd.grad(loss, w, create_graph=bool(i % 2)) if k < 2 else (0,)
+        w = w - 0.1 * g if i % 2 else (w - 0.1 * g).detach().requires_grad_()
+    if i % 2 == 0: W.grad = torch.ones_like(W) * 1e-3
+    else: opt.zero_grad(); loss.backward()
+    opt.step()
 """,
     "prefixes on two lines, a mixed state that is loaded, a stream with a seed": """
 import copy, numpy

@@ -7,13 +7,13 @@ things are never right: a second step with gradients that were used, a clear tha
 like the one that is used, and a clip while the loss scale multiplies them.
 """
 
-import sys
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from ...frames import line_now
 from ...watch.deferred import gradients_of, params_of
 from ...watch.events import OutermostSteps
+from ..shared.place import place_now
 
 OFTEN = 3  # steps at least
 SHARE = 0.75  # of the steps
@@ -25,7 +25,7 @@ TIGHT = 100  # a limit of the loss scale / 100 and more is meant for gradients t
 class Pass:
     """A backward pass that no step has used yet."""
 
-    where: tuple  # see _place()
+    where: tuple  # see place_now()
     reads: int  # how often the script had read or set a gradient
     clipped: bool = False
 
@@ -76,7 +76,7 @@ class CallOrder(OutermostSteps):
         self.passes += 1
         self.clip = ()
         if self.inside is None:
-            where = _place()
+            where = place_now()
             for seen in self.optimizers.values():
                 if seen.latest != (now := gradients_of(seen.followed)):
                     seen.pending.append(Pass(where, self.recorder.gradient_reads))
@@ -183,13 +183,3 @@ class CallOrder(OutermostSteps):
                 )
 
     causes = sentences
-
-
-def _place():
-    """Where the script is, in each of the calls under way: a pass that is reached in another way is
-    another pass. It runs once a pass, and to ask for lines, or a code's hash, is slow."""
-    frame, place = sys._getframe(1), []
-    while frame:
-        place += id(frame.f_code), frame.f_lasti
-        frame = frame.f_back
-    return tuple(place)

@@ -9,7 +9,6 @@ clips a gradient, or writes into weights, between the pass and the step, if hook
 its own look at gradients, or if the pass reaches something else (an input, say).
 """
 
-import sys
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -17,6 +16,7 @@ from ...frames import code_of, line_now, script_frames_now
 from ...watch.deferred import params_of
 from ...watch.events import OutermostSteps
 from ...watch.graph import nodes_of
+from ..shared.place import place_now
 
 OFTEN = 3  # steps at least
 SHARE = 0.75  # of the steps since
@@ -54,7 +54,7 @@ class UnusedPass(OutermostSteps):
 
     def __init__(self, watch):
         self.recorder, self.hooks, self.names = watch.recorder, watch.hooks, watch.names
-        self.places = {}  # see _place()
+        self.places = {}  # see place_now()
         self.optimizers = WeakKeyDictionary()  # that step: ids of their parameters
         self.passes = []  # that no step has used yet
         self.before = None  # the pass before: (its place, its line), while no step follows
@@ -69,7 +69,7 @@ class UnusedPass(OutermostSteps):
         self.begun = None
         if self.inside is not None:
             return
-        here = _place()
+        here = place_now()
         if self.before and self.has_cleared and self.before[0] != here:
             place, line = self.before
             if place not in self.places:
@@ -153,12 +153,3 @@ class UnusedPass(OutermostSteps):
                     f"{place.cleared} clears its gradients, and no step has used one: add up the "
                     "losses before one backward(), or clear before the first one"
                 )
-
-
-def _place():
-    """Where the script is, in each of the calls under way: see call_order.py."""
-    frame, place = sys._getframe(1), []
-    while frame:
-        place += id(frame.f_code), frame.f_lasti
-        frame = frame.f_back
-    return tuple(place)
