@@ -44,7 +44,7 @@ from torch import Tensor, nn
 import amp_policy
 import autopsy
 import ranks
-from autopsy.advice import Verdict
+from autopsy.advice import Advice, Verdict
 from autopsy.facts import Where
 from fp32 import fp32_eval, keep_fp32, pinned
 from rescue import capsule
@@ -225,9 +225,10 @@ def rewind(run: Run, slower: bool = False) -> str:
     factor = run.schedule.factor * (0.5 if slower else 1.0)  # it outlives the turn back
     resume.restore(run, state)
     run.schedule.slow_down(factor / run.schedule.factor)
-    taken_back = run.step - state["step"]
-    run.total_steps += taken_back
-    run.healing.extra_steps += taken_back
+    # With what the schedule has left; an earlier turn to this state has made it longer already.
+    extra = run.step - state["step"] + state["healing"]["extra_steps"]
+    run.total_steps += extra - run.healing.extra_steps
+    run.healing.extra_steps = extra
     rate = "" if factor == 1 else f", learning rate x {float(factor):g}"
     said = f"back to the weights of step {state['step']}{rate}"
     run.log.warnings.append(f"step {run.step}: {said}")  # for the summary
@@ -242,6 +243,7 @@ def diverged(run: Run, symptom: str) -> Cure:
         rank=run.rank,
         precision=run.policy.name,
         symptom=symptom,
+        fix=Advice("if it comes back: a lower --lr, or more --warmup-updates"),
     )
     run.healing.trend.suspicions = {}
     if run.args.on_nonfinite != "heal":

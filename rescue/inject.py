@@ -180,6 +180,8 @@ class Injector:
         if f not in self._due(f.where) or f in self._struck:
             return None
         if f.kind != "oom":
+            if f.where == "act" and (self.micro or not self.net.training):
+                return None
             if f.kind == "flip":
                 self._struck.add(f)
             return spoil(args[-1], f.kind)

@@ -42,9 +42,15 @@ def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
     return named, rates
 
 
-def asked(state: dict, group: dict, p: Tensor) -> Tensor:
-    """The largest update of p's sample at a rate of 1, as the optimizer's state asks for it."""
-    if "exp_avg" not in state:  # Muon turns a matrix by an angle
+def asked(state: dict, group: dict, p: Tensor) -> Tensor | None:
+    """The largest update of p's sample at a rate of 1, as the optimizer's state asks for it. None:
+    the optimizer is neither like Adam nor our Muon, so that nobody knows."""
+    turns = "stacked" in group  # Muon turns a matrix by an angle
+    if not turns and ("betas" not in group or (state and "exp_avg_sq" not in state)):
+        return None
+    if not state:
+        return p.new_zeros(())
+    if turns:
         return RADIANS * sampled(p).square().mean().sqrt()
     beta1, beta2 = (1 - beta ** state["step"] for beta in group["betas"])
     square = sampled(state.get("max_exp_avg_sq", state["exp_avg_sq"])) / beta2
@@ -64,16 +70,17 @@ def note_movement(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
     named, rates = learning(run)
     samples = [sampled(masters.get(p, p)) for p in named.values()]
     updates = {
-        p: asked(optimizer.state[p], group, p)
+        p: asked(optimizer.state.get(p), group, p)
         for optimizer in run.optimizers
         for group in optimizer.param_groups
         for p in group["params"]
-        if optimizer.state.get(p)
     }
+    unknown = {p for p, update in updates.items() if update is None}
     flags = []
     for p in named.values():
         zero = p.new_zeros(())
-        flags += [zero if p.grad is None else p.grad.any(), updates.get(p, zero)]
+        update = zero if p in unknown else updates.get(p, zero)
+        flags += [zero if p.grad is None else p.grad.any(), update]
     flags = torch.stack([flag.float() for flag in flags])
     numbers = torch.cat([*samples, flags]).cpu()
     sample, flags = numbers.tensor_split([-len(flags)])
@@ -90,7 +97,8 @@ def note_movement(run: Run, step: int, masters: dict[Tensor, Tensor]) -> None:
     for (name, p), change, (graded, update) in zip(named.items(), changes, flags, strict=True):
         rate = rates.get(p, 0.0)
         update *= rate
-        found = (change.max() > max(LEAST_MOVE, LEAST_SHARE * steps * update), graded, rate)
+        moved = change.max() > max(LEAST_MOVE, LEAST_SHARE * steps * update)
+        found = (moved or p in unknown, graded, rate)
         signs = healing.signs.setdefault(name, [0, 0, 0])
         signs[:] = [step if yes else last for yes, last in zip(found, signs, strict=True)]
         healing.walked[name] = healing.walked.get(name, 0.0) + steps * update**2

@@ -212,13 +212,14 @@ def evaluate(
 
 def same_label_pairs(x: Tensor, y: Tensor, loss: Tensor) -> dict[str, Tensor]:
     """Compare each image with the next one in the order of labels. (B,) each; the last image has no
-    next one. "pairs": the two have one label and different contents. "differ": these two have
-    different losses as well."""
+    next one. "pairs": the two have one label, different contents, and a loss that is not small.
+    "differ": these two have different losses as well."""
     if y.is_floating_point() or not len(y):
         return dict.fromkeys(("pairs", "differ"), torch.zeros_like(loss))
     order = y.argsort()
     content = x.float().flatten(1).square().mean(1)[order]
     pairs = (y[order].diff() == 0) & (content.diff() != 0)
+    pairs &= loss[order][1:] > 0.1 * loss.max()  # what is well learnt has the loss 0
     differ = pairs & ~(loss[order].diff().abs() <= 1e-6 * loss.abs().max())  # NaN is different
     return {"pairs": F.pad(pairs, (0, 1)), "differ": F.pad(differ, (0, 1))}
 

@@ -382,6 +382,27 @@ def test_a_dead_gradient_is_noticed_but_not_now_and_then_nor_where_nothing_is_le
     assert not any(judged([2.3] * 10 + [0.0] * 50, [1.0] * 10 + [0.0] * 50)[0])
 
 
+def test_what_is_learnt_to_a_loss_of_0_is_no_ignored_input():
+    class Judge(nn.Module):
+        def forward(self, x, y):
+            return x.mean(), {"loss": x.flatten()}
+
+    images = torch.tensor([0.0, 1e-9, 2.0, 0.0, 1e-9, 0.5]).view(6, 1, 1, 1)
+    labels = torch.tensor([0, 0, 1, 2, 2, 3])
+    scores = train.validation.evaluate(Judge(), [(images, labels)], alone=True)
+    assert train.validation.INDEPENDENT not in scores
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adamax, torch.optim.RMSprop])
+def test_any_optimizer_moves_weights_without_a_word(struck, monkeypatch, make):
+    def adamw(groups, lr, *_, **__):
+        return make(groups, lr)
+
+    monkeypatch.setattr(train.prepare.optim, "ClippedAdamW", adamw)
+    code, last, _, _ = struck(lambda *_: None, "--max-steps", 60, "--muon")
+    assert code == 0 and last["warnings"] == []
+
+
 def test_images_that_are_the_same_within_a_class_are_no_ignored_input():
     class Judge(nn.Module):
         def __init__(self, looks):

@@ -223,6 +223,19 @@ def test_what_is_bad_in_fp32_too_goes_back_and_lowers_the_learning_rate(run):
     assert f"step 8: {cure['action']}" in last["warnings"]
 
 
+def test_two_turns_back_to_the_same_weights_count_each_step_once(run):
+    spec = "nan:act:groups.1@step=6..8;nan:act:groups.1@step=14..16"
+    flags = ("--precision", "bf16", "--max-steps", 40, "--ckpt-every", 40)
+    code, last, _, lines = run("--inject", spec, *flags)
+    assert code == 0
+    back = [cure["action"].split(",")[0] for cure in acted(lines)]
+    assert len({*back}) < len(back), "twice to one state"
+    state = last_state(run)
+    assert (
+        state["schedule"]["updates"] == 40 and last["steps"] == 40 + state["healing"]["extra_steps"]
+    )
+
+
 def test_a_module_that_fp32_does_not_save_ends_in_a_bounded_number_of_cures(run):
     spec = "inf:act:groups.1@step=3..400"
     code, last, _, lines = run("--inject", spec, "--max-steps", 200, "--max-cures", 3)

@@ -44,6 +44,14 @@ def test_a_loss_fault_strikes_micro_batch_0_and_its_backward_and_nothing_else():
     assert model(IMAGES, LABELS)[1]["acc1"].shape == (8,), "the metrics pass through"
 
 
+def test_a_fault_of_an_activation_strikes_micro_batch_0_of_training():
+    model, _ = planted("nan:act:1@step=2")
+    assert model.eval()(IMAGES, LABELS)[0].isfinite()
+    model.train()
+    losses = [model(IMAGES, LABELS)[0] for _ in range(3)]
+    assert [bool(loss.isfinite()) for loss in losses] == [False, True, True]
+
+
 def test_a_buffer_fault_stays_through_later_micro_batches_and_breaks_no_backward():
     model, _ = planted("nan:buffer:2.running_mean@step=2;inf:buffer:temperature@step=2")
     loss, _ = model(IMAGES, LABELS)
