@@ -101,6 +101,132 @@ for i in range(160):
         "if (i + 1) % every == 0: loss.backward()",
         "loss.backward()",
     ),
+    "a schedule that waits for an accuracy to fall": Row(
+        "github.com/md-mohaiminul/ViS4mer/issues/4",
+        "schedule",
+        r"waits for `acc` to fall, at script.py:\d+ .*mode=.max",
+        """
+net = mlp(); opt = torch.optim.AdamW(net.parameters(), 1e-3)
+rate = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, mode="min", patience=1)
+for epoch in range(8):
+    loop(net, opt, 12)
+    x, y = data(99, 64); acc = (net(x).argmax(1) == y.argmax(1)).float().mean()
+    rate.step(acc)
+""",
+        'mode="min"',
+        'mode="max"',
+    ),
+    "a clip of a generator that was used up": Row(
+        "github.com/pytorch/pytorch/issues/148259",
+        "order",
+        r"script.py:\d+ in <module> clips the gradients of no parameter, before \d+ steps",
+        """
+net = mlp(); params = net.parameters()
+print(sum(p.numel() for p in params))
+opt = torch.optim.SGD(net.parameters(), 1e-2)
+for i in range(60):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward()
+    nn.utils.clip_grad_norm_(params, 0.5); opt.step()
+""",
+        "params = net.parameters()",
+        "params = [*net.parameters()]",
+    ),
+    "a sampler with a weight for each class": Row(
+        "github.com/deep-voice/soundbay/pull/49",
+        "data",
+        r"loader at script.py:\d+ .* has 3 weights for 240 samples, and draws none but the first 3",
+        """
+X = torch.randn(240, 8); Y = (X @ torch.randn(8, 3)).argmax(1)
+weights = 1 / Y.bincount(minlength=3)
+sampler = torch.utils.data.WeightedRandomSampler(weights, 240)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 16, sampler=sampler)
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(4):
+    for x, y in loader:
+        opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+""",
+        "Sampler(weights, 240)",
+        "Sampler(weights[Y], 240)",
+    ),
+    "a best model that trains on": Row(
+        "github.com/MedMNIST/experiments/issues/8",
+        "state",
+        r"script.py:\d+ keeps no copy: best_model is net itself, which trained on",
+        """
+def score(net):
+    with torch.no_grad(): x, y = data(99, 64); return -F.mse_loss(net(x), y).item()
+def train():
+    net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2); best = -math.inf
+    for epoch in range(8):
+        loop(net, opt, 10)
+        if score(net) > best:
+            best, best_model = score(net), None
+            best_model = net
+    return best_model
+print(score(train()))
+""",
+        "best_model = net\n",
+        "best_model = copy.deepcopy(net)\n",
+    ),
+    "the first step of the way back": Row(
+        "github.com/yunjey/pytorch-tutorial/issues/149",
+        "path",
+        r"the gradient of rnn.weight_hh_l0_reverse was exactly 0 .* take h_n",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.rnn = nn.LSTM(4, 8, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+    def forward(self, x):
+        out, (h, _) = self.rnn(x)
+        return self.head(out[:, -1])
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+for i in range(60):
+    x = torch.randn(16, 6, 4); y = x[:, 1].argmax(1) % 3
+    opt.zero_grad(); F.cross_entropy(net(x), y).backward(); opt.step()
+""",
+        "out[:, -1]",
+        "torch.cat([h[0], h[1]], 1)",
+    ),
+    "shares that are made integers": Row(
+        "github.com/srinidhiPY/SSL_CR_Histo/issues/5",
+        "loss",
+        r"target of the loss at script.py:\d+ .* is 0 everywhere: script.py:\d+ .*integers",
+        """
+net = mlp(1); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(6):
+    for i in range(10):
+        x = data(i)[0]; share = x.mean(1).sigmoid()
+        opt.zero_grad(); F.mse_loss(net(x)[:, 0], share).backward(); opt.step()
+    with torch.no_grad():
+        x = data(99, 64)[0]; share = x.mean(1).sigmoid()
+        share = share.long()
+        print(F.mse_loss(net(x)[:, 0], share).item())
+""",
+        "share.long()",
+        "share.double().float()",
+    ),
+    "one of two targets that is never updated": Row(
+        "github.com/kakaoenterprise/JORLDY/issues/120",
+        "state",
+        r"target_actor never moves, and target_critic does",
+        """
+actor, critic = nn.Linear(4, 1), nn.Linear(5, 1)
+target_actor, target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
+a = torch.optim.Adam(actor.parameters(), 1e-3); c = torch.optim.Adam(critic.parameters(), 1e-3)
+def soft(net, target):
+    for p, t in zip(net.parameters(), target.parameters()): t.data.lerp_(p.data, 0.05)
+for i in range(90):
+    s, s2, act, r = torch.randn(16, 4), torch.randn(16, 4), torch.randn(16, 1), torch.randn(16, 1)
+    with torch.no_grad(): y = r + 0.9 * target_critic(torch.cat([s2, target_actor(s2)], 1))
+    c.zero_grad(); F.mse_loss(critic(torch.cat([s, act], 1)), y).backward(); c.step()
+    a.zero_grad(); (-critic(torch.cat([s, actor(s)], 1)).mean()).backward(); a.step()
+    soft(critic, target_critic)
+    pass
+""",
+        "    pass\n",
+        "    soft(actor, target_actor)\n",
+    ),
     "clipped before unscale_": Row(
         "github.com/milesial/Pytorch-UNet/issues/468",
         "order",
@@ -3715,6 +3841,40 @@ for epoch in range(5):
         loss = F.cross_entropy(near, torch.arange(32).roll(16))
         loss = loss + 0.0 * F.cross_entropy(extra[:16], y)
         opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "copies, samplers, plateaus, casts and ways that are meant": """
+X = torch.randn(96, 8); Y = (X @ torch.randn(8, 3)).argmax(1); best, best_model = math.inf, None
+sampler = torch.utils.data.WeightedRandomSampler((1 / Y.bincount(minlength=3))[Y], 96)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), 16, sampler=sampler)
+for rate in (1e-3, 3e-3, 1e-2):  # the best of several networks
+    net = mlp(); opt = torch.optim.Adam(net.parameters(), rate)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1)
+    best_net, lowest = net, math.inf
+    for epoch in range(4):
+        for x, y in loader:
+            loss = F.cross_entropy(net(x), y); opt.zero_grad(); loss.backward()
+            nn.utils.clip_grad_norm_((p for p in net.parameters()), 1.0); opt.step()
+        acc = (net(X).argmax(1) == Y).float().mean().item()
+        plateau.step(-acc); plateau.step(1 - acc)
+        if loss.item() < lowest: lowest, best_net = loss.item(), copy.deepcopy(net)
+    if lowest < best:
+        best = lowest
+        best_model = net
+print(F.cross_entropy(best_model(X), Y).item(), F.cross_entropy(best_net(X), Y).item())
+rnn, head = nn.GRU(4, 8, batch_first=True, bidirectional=True), nn.Linear(16, 3)
+target, predictor = nn.Linear(4, 3), nn.Linear(4, 3)  # a random one, to be predicted
+q = nn.Linear(4, 3); q_target = copy.deepcopy(q)
+opt = torch.optim.Adam([*rnn.parameters(), *head.parameters(), *predictor.parameters(),
+                        *q.parameters()], 1e-2)
+for i in range(90):
+    x = torch.randn(16, 6, 4); out, _ = rnn(x); z = torch.cat([out[:, -1, :8], out[:, 0, 8:]], 1)
+    with torch.no_grad(): goal, later = target(x[:, 0]), q_target(x[:, 1])
+    pixels = (torch.rand(16, 3) * 256).long(); seen = (x[:, 0, :3].sigmoid() + 0.4).long()
+    loss = F.mse_loss(predictor(x[:, 0]), goal) + F.mse_loss(q(x[:, 0]), 0.9 * later)
+    loss = loss + F.cross_entropy(head(z), x[:, 1].argmax(1) % 3) + F.l1_loss(q(x[:, 2]), seen)
+    loss = loss + 1e-4 * F.l1_loss(q(x[:, 3]), pixels); opt.zero_grad(); loss.backward(); opt.step()
+    with torch.no_grad():
+        for p, t in zip(q.parameters(), q_target.parameters()): t.lerp_(p, 0.05)
 """,
     "one of several losses is used": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); x, y = data(0, 64)

@@ -229,6 +229,7 @@ def rewind(run: Run, slower: bool = False) -> str:
     extra = run.step - state["step"] + state["healing"]["extra_steps"]
     run.total_steps += extra - run.healing.extra_steps
     run.healing.extra_steps = extra
+    run.healing.walked = {}  # perhaps with the update of a bad moment
     rate = "" if factor == 1 else f", learning rate x {float(factor):g}"
     said = f"back to the weights of step {state['step']}{rate}"
     run.log.warnings.append(f"step {run.step}: {said}")  # for the summary
