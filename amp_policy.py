@@ -80,7 +80,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HALF = (F16, BF16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 # --- The levels, as data

@@ -135,7 +135,8 @@ def ended_high(run: Run) -> str:
     if not trend.first:
         return ""
     untrained = trend.first[0]
-    if Verdict.DIVERGENCE in run.healing.cures and val_loss > 1.5 * untrained:
+    unknown = run.start is not None  # with --init the first loss may be near 0
+    if Verdict.DIVERGENCE in run.healing.cures and not unknown and val_loss > 1.5 * untrained:
         return (
             f"after a divergence the last validation has a loss of {val_loss:.4g}, the first "
             f"step had {untrained:.4g}"

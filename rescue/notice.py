@@ -39,6 +39,7 @@ from trainer.record import Run
 
 FIRST = 10  # losses from which the start is known
 PARTED = 30  # steps in a row
+LEAST = 1e-6  # a loss that is no sign: weights of --init may know all images
 CHECK_EVERY = 100  # steps between two looks at all weights and moments, or fewer
 
 
@@ -69,7 +70,7 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
         trend.usual = trend.mean = trend.lowest = trend.start
         return ""
     limit = max(4 * trend.usual, 0.1 * trend.start)
-    far_above = loss > min(2 * trend.start, limit) and trend.start > 0
+    far_above = loss > max(min(2 * trend.start, limit), LEAST) and trend.start > 0
     if not far_above:
         trend.usual += 0.05 * (loss - trend.usual)
     trend.mean += 0.1 * (loss - trend.mean)
@@ -79,7 +80,7 @@ def judge_loss(run: Run, loss: float, grad_norm: float) -> str:
     nothing_left = loss <= 1e-3 * trend.start
     seen = {
         Suspicion.HIGH: far_above,
-        Suspicion.UNLEARNT: has_learnt and loss > trend.start - 0.1 * learnt,
+        Suspicion.UNLEARNT: has_learnt and loss > max(trend.start - 0.1 * learnt, LEAST),
         Suspicion.DEAD: grad_norm < 1e-12 and not nothing_left,
     }
     # What an older checkpoint calls otherwise ends here: that count begins again.
@@ -174,17 +175,17 @@ def unsound_validation(run: Run) -> str:
 
 def unsound(run: Run, scores: dict[str, float]) -> str:
     """Why these scores cannot be those of a model that learns, or ""."""
-    first = run.healing.trend.first[:1]
+    first = run.healing.trend.first[:1] if not run.start else []  # with --init it may be near 0
     loss = scores["val_loss"]
     if not all(abs(x) <= guards.LIMIT for x in scores.values()):
         return f"the validation is non-finite: {scores}"
     if scores.get(validation.INDEPENDENT):
         return "the outputs no longer depend on the input"
     untrained = first[0] if first else 0.0
-    if "val_acc1" in scores and first:  # a run with --init begins with a loss near 0
+    if "val_acc1" in scores and run.healing.trend.first:
         untrained = max(untrained, math.log(len(run.data.classes)))
     if untrained > 0 and loss > 20 * untrained:  # an untrained model does better by far
-        return f"the validation loss is {loss:.4g}, the first step had {first[0]:.4g}"
+        return f"the validation loss is {loss:.4g}, an untrained model has {untrained:.4g}"
     return ""
 
 

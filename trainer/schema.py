@@ -204,7 +204,10 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def refuse_moments(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Raise ValueError or its like if these are not the moments of its parameters."""
+    """Raise ValueError or its like if these are not the moments of its parameters. Of an optimizer
+    that is not ours nothing is known."""
+    if not hasattr(optimizer, "masters"):
+        return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for option, names in MOMENTS.items():
         for i, moments in saved["state"].items() if optimizer.defaults.get(option) else ():
