@@ -443,8 +443,6 @@ class LossScaler(torch.amp.GradScaler):
         scale = state.get("scale", math.nan)
         if self.floor <= scale <= self.ceiling:
             super().load_state_dict(state)
-        elif self.is_enabled():  # none (NaN), collapsed (0) or poisoned
-            warnings.warn(
-                f"the checkpoint's loss scale is {scale}: it starts at {self._init_scale:g}",
-                stacklevel=2,
-            )
+        elif self.is_enabled():  # none, collapsed (0) or poisoned (NaN)
+            held = f"holds a loss scale of {scale}" if "scale" in state else "holds no loss scale"
+            warnings.warn(f"the checkpoint {held}: it starts at {self._init_scale:g}", stacklevel=2)
