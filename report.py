@@ -70,6 +70,7 @@ class MetricsFile:
         self.writes = writes
         self.print_with = print_with
         self.warnings: list[str] = []
+        self.logged: set[tuple] = set()  # (step, text) of the lines that it found
         self.board = None
         if not writes:
             return
@@ -80,6 +81,7 @@ class MetricsFile:
         lines = [line for line in read_lines(self.path) if line.get("step", 0) <= step]
         if not step or not any("commit" in line for line in lines[:1]):
             lines = [header | {"commit": commit()}, *(lines if step else [])]
+        self.logged = {(line.get("step"), str(line.get("text"))) for line in lines}
         replace_file(self.path, "".join(strict_json(line) + "\n" for line in lines).encode())
 
     def write(self, **fields: Any) -> None:
@@ -98,9 +100,11 @@ class MetricsFile:
             self.write(event="warning", text="standard output is closed or full: the run goes on")
 
     def warn(self, step: int, text: str) -> None:
-        """Print, log and keep a warning."""
+        """Print, log and keep a warning. One that a run has logged before it was killed is not
+        logged again."""
         self.warnings.append(text)
-        self.write(event="warning", step=step, text=text)
+        if (step, text) not in self.logged:
+            self.write(event="warning", step=step, text=text)
         self.say(f"step {step}: {text}")
 
 

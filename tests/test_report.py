@@ -42,6 +42,18 @@ def test_a_resumed_file_is_cut_back_to_its_checkpoint_and_garbled_lines_are_left
     assert report.read_lines(again.path) == []
 
 
+def test_what_a_killed_run_has_warned_of_stands_there_once(tmp_path):
+    for _ in range(2):
+        log = report.MetricsFile(
+            tmp_path, {}, step=20 if (tmp_path / "metrics.jsonl").exists() else 0
+        )
+        log.warn(20, "hardly fallen")
+        assert log.warnings == ["hardly fallen"]
+    log.warn(30, "hardly fallen")
+    lines = report.read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "event" in line] == [20, 30]
+
+
 def test_nan_is_a_word_in_every_line(tmp_path):
     file = report.MetricsFile(tmp_path, {"lr": INF})
     file.write(step=1, loss=NAN, nested={"a": [-INF], "where": Path("x")})
