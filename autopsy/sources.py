@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from .facts import Kind, Source
 from .step import attributes_of
-from .tensors import inner_tensors, storage_of
+from .tensors import extent, inner_tensors, storage_of
 
 UNINITIALISED = Source(Kind.UNINITIALISED)
 
@@ -25,7 +25,11 @@ class Sources(WeakKeyDictionary):
         for name, b in net.named_buffers(prefix):
             self[storage_of(b)] = Source(Kind.BUFFER, name)
         for name, p in net.named_parameters(prefix):
-            self[storage_of(p)] = Source(Kind.PARAMETER, name)
+            is_constant = (
+                not p.requires_grad and extent(p).is_mask
+            )  # a -inf that fills what is masked
+            kind = Kind.BUFFER if is_constant else Kind.PARAMETER
+            self[storage_of(p)] = Source(kind, name)
             if p.grad is not None:  # of a second optimizer, say
                 self[storage_of(p.grad)] = Source(Kind.OLD_GRADIENT, name)
 

@@ -3876,6 +3876,19 @@ for i in range(90):
     with torch.no_grad():
         for p, t in zip(q.parameters(), q_target.parameters()): t.lerp_(p, 0.05)
 """,
+    "a constant of -inf beside the weights": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.layer = nn.Linear(8, 5)
+        self.low = nn.Parameter(torch.tensor([-math.inf]), requires_grad=False)
+    def forward(self, x, hidden):
+        scores = self.layer(x); scores[hidden] = self.low.expand(int(hidden.sum())); return scores
+net = Net(); opt = torch.optim.Adam([net.layer.weight, net.layer.bias], 1e-2)
+hidden = torch.zeros(16, 5, dtype=torch.bool); hidden[:, 4] = True
+for i in range(40):
+    x, y = data(i); loss = F.cross_entropy(net(x, hidden), y.argmax(1))
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
     "one of several losses is used": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); x, y = data(0, 64)
 for i in range(30):  # the worst of two batches

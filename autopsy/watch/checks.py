@@ -294,7 +294,8 @@ class Checks:
 
     @_of_elements
     def bad_at_the_end(self, t, value):
-        if self._unasked(t, t):
+        is_constant = not t.requires_grad and extent(t).is_mask  # a -inf that fills what is masked
+        if is_constant or self._unasked(t, t):
             return
         report = self.findings.explain(results=[t])
         self.findings.stop(f"{self.names.of(t)} is bad at the end", report)
