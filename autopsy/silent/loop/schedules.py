@@ -161,7 +161,7 @@ class Schedules(Events):
         if not seen.zero and as_long:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
         for (kind, line, length), (n, loop) in seen.moves.items():
-            if kind in FACTORS and not often:
+            if kind in FACTORS and loop and not often:
                 yield from _of_batches(seen, f"{kind} at {line}", n, loop)
             if kind == "CosineAnnealingLR" and loop:
                 about = f"{kind} at {line} has T_max={length}, as many as"
@@ -221,16 +221,13 @@ class Schedules(Events):
 
 def _of_batches(seen, scheduler, n, loop):
     """A rate that has died, because it falls by a factor with each update."""
-    many = (not loop or loop.begun > 1) and n > 0.9 * seen.steps
-    if not many or not 0 < seen.rate < DEAD * seen.highest:
-        return
-    once = "pass over the data meant?"
-    if loop:
-        once = f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
-    yield (
-        f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
-        f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a {once}"
-    )
+    many = loop.begun > 1 and n > 0.9 * seen.steps
+    if many and 0 < seen.rate < DEAD * seen.highest:
+        yield (
+            f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
+            f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a pass over "
+            f"the loader at {loop.line} meant ({loop.begun} passes)?"
+        )
 
 
 def _that_set_rates(file):
