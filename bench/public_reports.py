@@ -2312,6 +2312,117 @@ for i in range(90):
 }
 
 OTHERS = {
+    "padded places one by one, a mask after the step, branches and terms that are off": """
+rnn, F_ = nn.utils.rnn, F.cross_entropy
+class Masked(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8); self.register_buffer("mask", (self.weight > -0.1).float())
+    def prune(self): self.weight.data.mul_(self.mask)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.side = nn.Embedding(20, 8, 0), nn.Linear(4, 8)
+        self.gru, self.deep, self.alpha = nn.GRU(8, 8, batch_first=True), Masked(), 0.0
+        self.heads = nn.ModuleList(nn.Linear(8, n) for n in (20, 1, 3))
+    def forward(self, ids, style):
+        return self.deep(self.emb(ids).sum(1)).tanh() + self.alpha * self.side(style)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3); weights = torch.tensor([1.0, 0.5, 0])
+for i in range(100):
+    if i == 80: net.alpha = 1.0
+    n = torch.randint(3, 8, (16,)); y = torch.randint(3, (16,))
+    ids = torch.randint(1, 20, (16, int(n.max()))) * (torch.arange(int(n.max())) < n[:, None])
+    packed = rnn.pack_padded_sequence(net.emb(ids), n, batch_first=True, enforce_sorted=False)
+    out = rnn.pad_packed_sequence(net.gru(packed)[0], batch_first=True)[0]
+    h = net(ids, out[:, 0, :4])
+    places = [net.heads[0](out[:, t]) for t in range(out.shape[1])]
+    seen = [(F_(p, ids[:, t], reduction="none") * (t < n)).mean() for t, p in enumerate(places)]
+    one, three = [F_(net.heads[k](h), y * (k - 1)) for k in (1, 2)]
+    loss = one + (weights * torch.stack([sum(seen), h.var(), three])).sum()
+    opt.zero_grad(); loss.backward(); opt.step(); net.deep.prune()
+""",
+    "rates that fall or turn on purpose, a list of losses that a notebook shows": """
+from torch.utils.data import DataLoader, TensorDataset
+rates = torch.optim.lr_scheduler
+class Trainer:
+    def __init__(self): self.update = []
+net, trainer = mlp(), Trainer(); opt = torch.optim.Adam(net.parameters(), 1e-2)
+halves = rates.StepLR(opt, 20, 0.5); net[0].require_grad = True; net[2].require_grad = False
+free = [p for m in net[::2] if m.require_grad for p in m.parameters()]
+for i in range(300):
+    x, y = data(0); loss = F.mse_loss(net(x), y)
+    net.zero_grad(); loss.backward(); opt.step(); halves.step(); trainer.update.append(loss.item())
+trainer.update
+half, rows = 8, TensorDataset(*data(1, 160)); sgd = torch.optim.SGD(free, 0.05)
+cycle = rates.CosineAnnealingLR(sgd, T_max=half)
+for part in range(8):
+    for x, y in DataLoader(rows, 16, shuffle=True):
+        sgd.zero_grad(); F.mse_loss(net(x), y).backward(); sgd.step(); cycle.step()
+""",
+    "samples that meet, time first, one layer in a list, a text from its end, one step a visit": """
+from torch.utils.data import DataLoader, TensorDataset
+class Former(nn.Module):
+    def __init__(self):
+        super().__init__(); self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.rows = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    def forward(self, x): return self.last(self.rows(self.first(x)[None])[0])
+class Time(nn.Module):
+    def __init__(self):
+        super().__init__(); self.rnn, self.out = nn.LSTM(2, 8), nn.Linear(8, 3)
+    def forward(self, x): return self.out(self.rnn(x)[0].mean(1))
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__(); self.emb, self.out = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.layers = nn.ModuleList([nn.Linear(16, 16)] * 3); self.qkv = nn.Linear(16, 48)
+    def forward(self, ids):
+        q, k, v = self.qkv(self.emb(ids)).chunk(3, -1); n = ids.shape[1]
+        seen = torch.ones(n, n, dtype=torch.bool).triu()
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        h = h + (k @ q.mT).softmax(1) @ v
+        for layer in self.layers: h = layer(h).relu()
+        return self.out(h)
+nets = rows, time, text = nn.ModuleList([Former(), Time(), Text()])
+opt = torch.optim.Adam(nets.parameters(), 1e-3); part = mlp()
+for epoch in range(4):
+    for x, y in DataLoader(TensorDataset(*labels(0, 256)), 16, shuffle=True):
+        ids = torch.randint(30, (8, 9)); sensors = x[:12].view(12, 4, 2)
+        opt.zero_grad(); F.cross_entropy(time(sensors), y[:12]).backward()
+        loss = F.cross_entropy(rows(x), y) + F.cross_entropy(text(ids[:, 1:]).mT, ids[:, :-1])
+        loss.backward(); opt.step()
+def visit(x, y):
+    own = torch.optim.Adam(part.parameters(), 1e-3)
+    own.zero_grad(); F.mse_loss(part(x), y).backward(); own.step()
+for i in range(40): visit(*data(i))
+""",
+    "averages with the start, a weighted sum, sums of gradients in a buffer, a random layer": """
+class Dual(torch.optim.Optimizer):
+    def __init__(self, params): super().__init__(params, {"lr": 0.01}); self.t = 0
+    @torch.no_grad()
+    def step(self):
+        self.t += 1
+        for p in self.param_groups[0]["params"]:
+            start = self.state[p].setdefault("start", p.clone())
+            p.copy_(start - 0.01 / self.t**0.5 * p.grad)
+net, norm = mlp(), nn.BatchNorm1d(8, momentum=0.95)
+start = copy.deepcopy(net).requires_grad_(False)
+total = copy.deepcopy(net); start(data(0)[0]); opt = torch.optim.Adam(net.parameters(), 1e-2)
+deep = nn.Sequential(norm, *(nn.Linear(8, 8) for _ in range(3))); deep[2].requires_grad_(False)
+second = torch.optim.SGD([p for p in deep.parameters() if p.requires_grad], 1e-2)
+dual, own, flat, at = mlp(), mlp(), torch.zeros(387), 0; sums = Dual(dual.parameters())
+for p in own.parameters(): p.grad = flat[at : at + p.numel()].view_as(p); at += p.numel()
+all_of = torch.optim.SGD(own.parameters(), 1e-2)
+for i in range(80):
+    x, y = data(i); opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+    F.mse_loss(dual(x), y).backward(); sums.step()
+    second.zero_grad(); F.mse_loss(deep.train()(x)[:, :3], y).backward(); second.step()
+    with torch.no_grad():
+        deep.eval()(x); pairs = [*zip(start.parameters(), net.parameters())]
+        between = [0.5 * a + 0.5 * p for a, p in pairs]; print(sum(p.norm() for p in between))
+        for t, p in zip(total.parameters(), net.parameters()): t.add_(p, alpha=0.5)
+    both = torch.zeros_like(flat)
+    for k in range(2):
+        all_of.zero_grad(set_to_none=False); F.mse_loss(own(x)[:, k], y[:, k]).backward()
+        both += flat / flat.norm()
+    flat.copy_(both); all_of.step()
+""",
     "a critic whose gradients of the policy's loss are cleared; the ends of padded sequences": """
 actor, critic, gamma = mlp(), mlp(1), 0.9; gru = nn.GRU(8, 8)
 a = torch.optim.Adam([*actor.parameters(), *gru.parameters()])
