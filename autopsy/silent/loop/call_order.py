@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, ref
 
 from ...frames import line_now
+from ...tensors import is_part
 from ...watch.deferred import gradients_of, params_of
 from ...watch.events import OutermostSteps
 from ..shared.place import place_now
@@ -152,8 +153,10 @@ class CallOrder(OutermostSteps):
             seen.wasted.setdefault(lost[0], []).append(several)
 
     def _are_hooked(self, params):
-        """What hooks do with a gradient is not seen."""
+        """What hooks do with a gradient is not seen, and neither who reads a buffer of all."""
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+            return True
+        if any(p.grad is not None and is_part(p.grad) for p in params):
             return True
         modules = (m for root in list(self.names.roots) for m in root.modules())
         return any(m._backward_hooks or m._backward_pre_hooks for m in modules)

@@ -3,9 +3,9 @@ Early schedule: does a learning rate scheduler step before the first update, and
 
 Since PyTorch 1.1 a scheduler that steps at the top of each round loses the first value of its
 schedule. Told is one that lets the rate fall far before anything was trained, at a line at which
-it goes on to step in turn with the updates: no update has the first rate. No word where the rate
-rises or hardly falls (a warm-up, a cosine), where it was 0, where a scheduler goes on from an
-earlier run, or where several steps in a row do so.
+it goes on to step in turn with the updates: no update has the first rate. No word of a function
+(which may count from 1), where the rate rises or hardly falls, where it was 0, where a scheduler
+goes on from an earlier run, or where several steps in a row do so.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from ...frames import line_of, script_frames_now
 from ...watch.events import Events
 
 OFTEN = 3  # rounds
-FALLS = {"StepLR": 0.5, "MultiStepLR": 0.5}  # to this share of the first rate, or less
-FAR = 0.2  # the same of a schedule that may be smooth: 1 / (1 + epoch), say
+KINDS = ("StepLR", "MultiStepLR")
+FALL = 0.5  # to this share of the first rate, or less
 
 
 @dataclass(eq=False)
@@ -32,7 +32,6 @@ class Early:
     frames: tuple = ()  # of that
     highest: float = 0.0  # rate of an update
     rounds: int = 0  # that begin with a step there
-    share: float = FAR  # of the first rate, to which it falls
     over: bool = False  # nothing is wrong, or nothing can be known
     has_trained: bool = False  # since its last step
 
@@ -48,8 +47,7 @@ class EarlySchedule(Events):
         if hasattr(made, "optimizer") and made not in self.schedulers:
             fresh = getattr(made, "last_epoch", None) == 0
             kind = type(made).__name__
-            share = FALLS.get(kind, FAR)
-            seen = Early(kind, first=_highest(made), share=share, over=not fresh)
+            seen = Early(kind, first=_highest(made), over=not fresh or kind not in KINDS)
             self.schedulers[made] = seen
             self.all += [] if seen.over else [seen]
 
@@ -77,7 +75,7 @@ class EarlySchedule(Events):
             seen.frames, seen.then = frames, _highest(scheduler)
             seen.name = type(scheduler.optimizer).__name__
             is_first = scheduler.last_epoch == 1
-            seen.over = not (is_first and 0 < seen.then <= seen.share * seen.first)
+            seen.over = not (is_first and 0 < seen.then <= FALL * seen.first)
         elif not seen.has_trained or frames != seen.frames:
             seen.over = True
         seen.rounds += 1
@@ -94,7 +92,7 @@ class EarlySchedule(Events):
 
     def sentences(self):
         for seen in self.all:
-            sure = seen.rounds >= OFTEN and 0 < seen.highest <= seen.share * seen.first
+            sure = seen.rounds >= OFTEN and 0 < seen.highest <= FALL * seen.first
             if sure and not seen.over:
                 yield (
                     f"{seen.kind} at {line_of(seen.frames)} steps before the first step of "

@@ -2,13 +2,15 @@
 Not called: does a statement name a method, and not call it, or call state_dict() to load one?
 
 `optimizer.zero_grad` without parentheses does nothing, and nothing fails; neither does
-`net.state_dict(best)`. Told is a statement of the script that is nothing but the name of a method:
-of those that a loop must call, or of a function that the same file defines (and that is no
-property); and one that gives state_dict() something, and uses no result.
+`net.state_dict(best)`. Told is a statement of the script that is nothing but the name of a method
+that a loop must call; and one that gives state_dict() something, and uses no result. Outside of
+functions a notebook shows what such a statement names: there it must be a method, and no data.
 """
 
 import ast
+import inspect
 import os
+import sys
 
 from ...watch.events import ReadsFiles
 from ..shared.syntax import tree_of
@@ -22,10 +24,9 @@ class NotCalled(ReadsFiles):
     def sentences(self):
         for file in self.files:
             tree = tree_of(file)
-            methods = METHODS | _methods(tree)
             for node in ast.walk(tree):
                 value = node.value if isinstance(node, ast.Expr) else None
-                if isinstance(value, ast.Attribute) and value.attr in methods:
+                if isinstance(value, ast.Attribute) and _is_method(value):
                     text = ast.unparse(value)
                     line = f"{os.path.basename(file)}:{node.lineno}"
                     yield f"{line} names a method and does not call it: write `{text}()`"
@@ -40,8 +41,14 @@ def _gives_state(call):
     return name == "state_dict" and len(call.args) == 1 and not call.keywords
 
 
-def _methods(tree):
-    """The functions of all classes in a file, without its properties."""
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    functions = [node for c in classes for node in c.body if isinstance(node, ast.FunctionDef)]
-    return {f.name for f in functions} - {f.name for f in functions if f.decorator_list}
+def _is_method(attribute):
+    """Whether it names one. What the script's main module does not hold is known in a function."""
+    names, x = [], attribute
+    while isinstance(x, ast.Attribute):
+        names, x = [x.attr, *names], x.value
+    held = vars(sys.modules["__main__"])
+    name = getattr(x, "id", "")
+    thing = held.get(name)
+    for part in names:
+        thing = inspect.getattr_static(thing, part, None)
+    return attribute.attr in METHODS and (name not in held or callable(thing))

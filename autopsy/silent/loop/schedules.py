@@ -28,6 +28,7 @@ LONG = 50  # steps in which a scheduler should step once
 PERIODS = 4  # of a cosine, each half of a wave
 FACTORS = ("StepLR", "MultiStepLR", "ExponentialLR", "MultiplicativeLR")
 BATCHES = re.compile(r"CosineAnnealingLR\([^\n]*\blen\([^)\n]*(load|batch|train|data|iter|_dl)")
+EPOCHS = re.compile(r"CosineAnnealingLR\([^)]*(epoch|pass|round)", re.IGNORECASE)
 DEAD = 1e-4  # of the highest rate
 # step() of something that is called a scheduler
 STEPS = re.compile(r"(?i)\b\w*(sched|lr_|_lr\b|anneal|warm)\w*(\[[^]\n]*\])?\.step\(")
@@ -92,6 +93,7 @@ class Schedules(Events):
         self.loops = Loops()
         self.made = WeakKeyDictionary()  # scheduler: (the line that made it, see _length())
         self.counts_batches = False  # does the script give a cosine the length of something?
+        self.counts_epochs = False  # or what it calls epochs?
 
     def iterated(self, loader):
         self.loops.begin(loader)
@@ -118,6 +120,7 @@ class Schedules(Events):
         if key not in seen.moves:
             code = code_of(script_frames_now())
             self.counts_batches |= bool(BATCHES.search(code))
+            self.counts_epochs |= bool(EPOCHS.search(code))
         seen.moves[key] = seen.moves.get(key, (0,))[0] + 1, self.loops.last
 
     def skipped(self, optimizer):
@@ -161,7 +164,7 @@ class Schedules(Events):
         if not seen.zero and as_long:
             yield f"the schedule of {seen.name} is made for {often[0]} updates, and {often[1]}"
         for (kind, line, length), (n, loop) in seen.moves.items():
-            if kind in FACTORS and not often:
+            if kind in FACTORS and loop and not often:
                 yield from _of_batches(seen, f"{kind} at {line}", n, loop)
             if kind == "CosineAnnealingLR" and loop:
                 about = f"{kind} at {line} has T_max={length}, as many as"
@@ -204,7 +207,7 @@ class Schedules(Events):
     def _cosine(self, seen, about, length, n, loop, often):
         """A cosine of n steps that is as long as there were passes, or batches of a pass."""
         of_epochs = length == loop.begun > 1 and length != loop.batches
-        if of_epochs and n >= PERIODS * length and not often:
+        if of_epochs and self.counts_epochs and n >= PERIODS * length and not often:
             yield (
                 f"{about} there were passes over the loader at {loop.line}, and made {n} steps: "
                 f"the lr of {seen.name} falls and rises in turn, {length} steps each: call it once "
@@ -221,16 +224,13 @@ class Schedules(Events):
 
 def _of_batches(seen, scheduler, n, loop):
     """A rate that has died, because it falls by a factor with each update."""
-    many = (not loop or loop.begun > 1) and n > 0.9 * seen.steps
-    if not many or not 0 < seen.rate < DEAD * seen.highest:
-        return
-    once = "pass over the data meant?"
-    if loop:
-        once = f"pass over the loader at {loop.line} meant ({loop.begun} passes)?"
-    yield (
-        f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
-        f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a {once}"
-    )
+    many = loop.begun > 1 and n > 0.9 * seen.steps
+    if many and 0 < seen.rate < DEAD * seen.highest:
+        yield (
+            f"{scheduler} has let the lr of {seen.name} fall from {seen.highest:.3g} to "
+            f"{seen.rate:.3g}: it made a step with each update, {n} in all: is once a pass over "
+            f"the loader at {loop.line} meant ({loop.begun} passes)?"
+        )
 
 
 def _that_set_rates(file):

@@ -4,14 +4,15 @@ Uncleared: do the gradients of many steps add up, because nobody clears them?
 After some steps the norm of each gradient is noted, and again after each backward pass. A gradient
 that has the same norm when the next pass begins was not cleared in between, in whatever way. One
 for which that holds before every pass up to the next step, and to which a pass adds, still has all
-that steps have used.
+that steps have used. An optimizer of the script's own may want that sum.
 """
 
+import inspect
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from ...frames import line_now
+from ...frames import is_own, line_now
 from ...tensors import few, is_sharded
 from ...watch.deferred import moved_by
 from ...watch.events import Events
@@ -94,7 +95,8 @@ class Uncleared(Events):
         step, seen.steps = seen.steps, seen.steps + 1
         if step.bit_count() < 2:  # 0, 1, 2, 4, 8, ...
             params = [p for p in moved_by(optimizer) if not is_sharded(p)]
-            if params:
+            code = inspect.unwrap(type(optimizer).step).__code__
+            if params and not is_own(code.co_filename):
                 seen.params, seen.line = [ref(p) for p in params], line_now()
                 seen.norms = self._norms(params)
 

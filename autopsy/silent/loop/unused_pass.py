@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from ...frames import code_of, line_now, script_frames_now
+from ...tensors import is_part
 from ...watch.deferred import params_of
 from ...watch.events import OutermostSteps
 from ...watch.graph import nodes_of
@@ -93,8 +94,10 @@ class UnusedPass(OutermostSteps):
             self.begun = Pass(place, self.recorder.gradient_reads, params, {*params})
 
     def _are_hooked(self, params):
-        """What hooks do with a gradient is not seen."""
+        """What hooks do with a gradient is not seen, and neither who reads a buffer of all."""
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in params):
+            return True
+        if any(p.grad is not None and is_part(p.grad) for p in params):
             return True
         modules = (m for root in list(self.names.roots) for m in root.modules())
         hooks = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")

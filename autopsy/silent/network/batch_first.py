@@ -5,16 +5,17 @@ nn.LSTM, nn.GRU, nn.MultiheadAttention and nn.Transformer layers expect (time, b
 unless batch_first=True. Given (batch, time, features) they mix samples, and nothing fails. So does
 a softmax over samples, and a view that makes rows of a hidden state, whose first dimension is
 layers. In two steps of training the shapes of what is given are compared with the network's own
-input and with the number of samples in the loss. Only where all three agree, and the second
-dimension is another number, is it told; a batch of one, or of equal lengths, shows nothing.
-Whoever gives the same to a layer with batch_first=True knows the difference, labels that come in
-runs are those of frames, and one batch for all steps may be the nodes of a graph.
+input, with the batches of a loader that shuffles, and with the number of samples in the loss. Only
+where all agree, and the second dimension is another number, is it told: frames in their order, or
+the nodes of a graph, do not come from such a loader. A batch of one, or of equal lengths, shows
+nothing. Whoever gives the same to a layer with batch_first=True knows the difference.
 """
 
 from contextlib import ExitStack, contextmanager
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.data import RandomSampler
 
 from ...frames import line_now
 from ...modes import is_compiled
@@ -24,10 +25,9 @@ from ...watch.following import Follower
 from ...watch.graph import nodes_of
 from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, NLL
-from ..shared.layers import LAYERS, batch_is_first
 
 LOOKS = (1, 4)  # steps
-RUNS = 0.8  # share of labels that are those of the sample before
+LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LOOKED_AT = ("softmax", "log_softmax", "view", "reshape")
 
 
@@ -40,7 +40,11 @@ class BatchFirst(Events):
         self.suspects = WeakKeyDictionary()  # layer: (its name, shape, how often)
         self.over_samples = []  # (sentence, samples) of this step
         self.found = {}  # sentence: steps
-        self.batches = WeakKeyDictionary()  # network: (step, memory, place) of its first batch
+        self.shuffled = set()  # sizes of the batches of loaders that shuffle
+
+    def iterated(self, loader):
+        if type(loader.sampler) is RandomSampler:
+            self.shuffled.add(loader.batch_size)
 
     def during(self, call, args, kwargs):
         module = call.function
@@ -53,18 +57,8 @@ class BatchFirst(Events):
         sizes = {len(t) for t in given}
         sequences = [t.dim() > 2 or not t.is_floating_point() for t in given]
         alone = [[*t.shape].count(len(t)) == 1 for t in given]
-        if given and self._is_all(module, given[0]):
-            sizes = set()
         calls = Calls(self._note, *(sizes if all(sequences + alone) and len(sizes) == 1 else ()))
         return [self._looking(names, sizes, calls), calls]
-
-    def _is_all(self, module, t):
-        """Whether it was given the same in an earlier step: all that there is, such as the nodes of
-        a graph."""
-        memory, where = storage_of(t), (t.storage_offset(), t.shape)
-        first = self.recorder.steps, ref(memory), where
-        step, known, there = self.batches.setdefault(module, first)
-        return step != self.recorder.steps and known() is memory and there == where
 
     @contextmanager
     def _looking(self, names, sizes, calls):
@@ -73,7 +67,7 @@ class BatchFirst(Events):
         def note(layer, args):
             with no_evidence:
                 shape = args[0].shape
-                if batch_is_first(layer):
+                if getattr(layer, "self_attn", layer).batch_first:
                     right.add(shape)
                 elif len(shape) == 3 and sizes == {shape[0]} and shape[1] not in (1, shape[0]):
                     self.given.append((layer, names[layer], shape))
@@ -104,13 +98,13 @@ class BatchFirst(Events):
         if not (self.given or self.over_samples):
             return
         nodes = [node for node in nodes_of(losses, NEAR) if node.name() in NLL]
-        targets = {node._saved_target.shape for node in nodes if not _in_runs(node._saved_target)}
+        targets = {node._saved_target.shape for node in nodes}
         for layer, name, shape in self.given:
-            if targets == {shape[:1]}:
+            if targets == {shape[:1]} and shape[0] in self.shuffled:
                 *_, often = self.suspects.get(layer, (0,))
                 self.suspects[layer] = name, shape, often + 1
         for text, samples in self.over_samples:
-            if targets == {(samples,)}:
+            if targets == {(samples,)} and samples in self.shuffled:
                 self._note(text)
         self.given, self.over_samples = [], []
 
@@ -164,8 +158,3 @@ class Calls(Follower):
                     f"{line_now()}: its first dimension is layers and directions, so each row "
                     "mixes samples: transpose(0, 1) before it"
                 )
-
-
-def _in_runs(labels):
-    """Whether labels are those of frames: most are the same as the one before."""
-    return labels.dim() == 1 and bool((labels.diff() == 0).float().mean() > RUNS)

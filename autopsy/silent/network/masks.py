@@ -7,9 +7,6 @@ training it is noted what torch's functions and custom functions are given while
 nothing is run again. A mask that the script uses itself, in its loss, is no fault. The backward
 pass shows whether what it should hide reaches the loss: ids on both sides of it must. (Under a
 causal network with padding at the end, or with lengths, they do not.)
-
-A mask of weights is a buffer of their shape, in one module with them. That of a module that was
-called, and that nothing reads within the network, nor the script in the same step, masks nothing.
 """
 
 from weakref import WeakKeyDictionary
@@ -36,8 +33,7 @@ class Masks(Events):
     def __init__(self, watch):
         self.recorder = watch.recorder
         self.looks = WeakKeyDictionary()  # module: [{name of a mask: was it read?} at each look]
-        self.open = []  # (module, call, {name: mask}, what was read, masks of weights) of this step
-        self.of_weights = WeakKeyDictionary()  # module: [names of such masks that nothing read]
+        self.open = []  # (module, call, {name: mask}, what was read) of this step
         self.hooks = []  # on nodes of the backward pass
         self.counts = {}  # id of a mask: does it hide nothing from the loss? On its device
 
@@ -49,16 +45,15 @@ class Masks(Events):
             str(name): t for name, t in named_arguments(module, args, kwargs)
             if "mask" in str(name) and isinstance(t, torch.Tensor) and t.dim() > 1
         }  # fmt: skip
-        own = _of_weights(module)
-        if not (masks or own) or is_compiled([*module.modules()]):
+        if not masks or is_compiled([*module.modules()]):
             return ()
         masks = {name: t for name, t in masks.items() if len(t.unique()) == 2}
         used = Used()
-        self.open.append((module, call, masks, used, own))
+        self.open.append((module, call, masks, used))
         return [used, calls_through(used.custom)]
 
     def backward(self, losses):
-        masks = [mask for _, _, masks, *_ in self.open for mask in masks.values()]
+        masks = [mask for _, _, masks, _ in self.open for mask in masks.values()]
         for node in nodes_of(losses) if masks else ():
             if node.name() == "EmbeddingBackward0":
                 for mask in masks:
@@ -81,18 +76,19 @@ class Masks(Events):
 
     def stepped(self, optimizer):
         """What else was given them in this step is known now."""
-        for module, call, masks, used, own in self.open if self.recorder.is_complete else ():
+        for module, call, masks, used in self.open if self.recorder.is_complete else ():
             known = self.looks.setdefault(module, [])
             later = [other for other in self.recorder.calls if other.number > call.number]
             refs = {ref for other in later for ref in other.uses()}
+            made = {ref.number for ref in refs}  # labels, say, of which the mask hides some
+            later += [c for c in self.recorder.calls if c.number in made and c is not call]
+            refs |= {ref for other in later for ref in other.uses()}
             read = used.storages | {storage_of(t) for other in later for _, t in other.given()}
             known.append({
                 name for name, t in masks.items()
                 if storage_of(t) not in read and self.recorder.maker(t) not in refs
                 and self.counts.get(id(t), False)
             })  # fmt: skip
-            unread = {name for name, t in own.items() if storage_of(t) not in read}
-            self.of_weights.setdefault(module, []).append(unread)
         self.open, self.counts = [], {}
 
     def sentences(self):
@@ -102,25 +98,6 @@ class Masks(Events):
                     f"{type(module).__name__} is given {few(names)} and reads nothing of it: what "
                     "it should hide (padding, say) counts"
                 )
-        for module, looks in self.of_weights.items():
-            if len(looks) >= len(LOOKS) and (names := sorted(set.intersection(*looks))):
-                yield (
-                    f"nothing reads {few(names, 4)} of {type(module).__name__}, which has the "
-                    "shape of the weight beside it: the weight is not masked"
-                )
-
-
-def _of_weights(module):
-    """{name: buffer} of masks with the shape of a weight of the same module, without hooks on it
-    (they may read it)."""
-    found = {}
-    for path, part in module.named_modules():
-        shapes = [p.shape for p in part._parameters.values() if p is not None and p.dim() > 1]
-        hooked = any(p._backward_hooks for p in part._parameters.values() if p is not None)
-        for name, b in part._buffers.items() if shapes and not hooked else ():
-            if "mask" in name and b is not None and b.shape in shapes and len(b.unique()) == 2:
-                found[f"{path}.{name}".lstrip(".")] = b
-    return found
 
 
 class Used(TorchFunctionMode):

@@ -6,18 +6,20 @@ nothing fails. In two of the first steps, and in ever fewer later ones, the call
 made again with the rows of one input exchanged among the samples. It is told if all that the
 network returns and holds stays the same bit by bit, also with one row for all samples. Labels, what
 the script itself uses afterwards, and what no function reads (an interface that several networks
-share) are no such thing; only lengths that nothing reads are, where no other network knows them.
+share) are no such thing; nor is a network that multiplies by the number 0, a switch. At the end of
+the script, with all that was switched on since, the last such call is made once more.
 """
 
 import inspect
 import re
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ...frames import is_own, line_now, line_of
-from ...tensors import PLAIN, flat_tensors, storage_of
+from ...frames import line_now, line_of
+from ...tensors import PLAIN, flat_tensors, mapped, storage_of
 from ...watch.calls import ResultRef
 from ...watch.events import Events
 from ...watch.experiment import Experiment, can_be_made_again, inputs_of, own_kinds, same
@@ -29,6 +31,7 @@ FIRST, LATE = 2, 16  # steps: of the first look, and of the last one at least
 OFTEN = 3  # looks
 MOST = 8  # inputs of one network, and networks
 LABELS = re.compile(r"label|target|tgt|truth|gt|answer|ys?|y_.*|action.*|reward.*|idx|ind(ex|ices)")
+PRODUCTS = ("mul", "__mul__", "__rmul__")
 ASKED = ("__get__", "__len__", "size", "dim", "numel")  # what reads no number of it
 MEANT = re.compile("unused|not used|ignore[ds]? |interface|compatib|for api", re.I)
 
@@ -41,6 +44,7 @@ class NoInfluence(Events):
     def __init__(self, watch):
         self.recorder = watch.recorder
         self.inputs = WeakKeyDictionary()  # network: {name: Input} without influence so far
+        self.last = WeakKeyDictionary()  # network: its last such call
 
     def before_step(self, optimizer, losses, norm, moved):
         step, recorder = self.recorder.steps, self.recorder
@@ -71,8 +75,19 @@ class NoInfluence(Events):
                 still = [name for name, t in inputs.items() if _is_still(again, before, name, t)]
                 if not is_first or len(still) < len(inputs):  # else it is the network that is dead
                     still = [name for name in still if not self._is_used(call, name)]
-                    lines = {name: readers.lines.get(name, "") for name in still}
-                    found = {name: line for name, line in lines.items() if line or "len" in name}
+                    lines = {} if readers.switched_off else readers.lines
+                    found = {name: lines[name] for name in still if name in lines}
+                if found:
+                    given = mapped(_without_graph, (again.given.args, again.given.kwargs))
+                    plain = {
+                        "function": None,
+                        "carried": (),
+                        "states": (),
+                        "left": (),
+                        "buffers": {},
+                    }
+                    last = replace(call, args=given[0], kwargs=given[1], **plain)
+                    self.last[call.function] = last  # it does not hold the network
         known = {name: seen.get(name) or Input(line_of(call.frames)) for name in found}
         for name, line in found.items():
             known[name].see(self.recorder.steps, line)
@@ -104,21 +119,24 @@ class NoInfluence(Events):
 
     def sentences(self):
         for network, seen in self.inputs.items():
-            for name, one in seen.items():
-                if one.looks < OFTEN or one.step < LATE:
-                    continue
-                kind = type(network).__name__
-                if one.reader:
-                    why = f"{one.reader} reads it first, and nothing comes of that"
-                elif not _is_known(network, name):
-                    why = "nothing reads it: what it should leave out (padding, say) counts"
-                else:
-                    continue
+            often = [name for name, x in seen.items() if x.looks >= OFTEN and x.step >= LATE]
+            for name in self._at_the_end(network, often) if often else ():
+                one, kind = seen[name], type(network).__name__
                 yield (
                     f"the input {name} of {kind} at {one.line} has no influence on the loss: "
                     f"in {one.looks} steps up to step {one.step} its rows were exchanged "
-                    f"among the samples, and all that {kind} makes stayed the same: {why}"
+                    f"among the samples, and all that {kind} makes stayed the same: "
+                    f"{one.reader} reads it first, and nothing comes of that"
                 )
+
+    def _at_the_end(self, network, names):
+        """Those of these inputs that have no influence now."""
+        still = []
+        call = replace(self.last[network], function=network)
+        with no_evidence, Experiment(self.recorder, call) as again:
+            before, given = again(), again.given.arguments
+            still = [name for name in names if _is_still(again, before, name, given[name])]
+        return still
 
 
 class Input:
@@ -133,14 +151,16 @@ class Input:
 
 
 class Readers(Follower):
-    """The line of the first function that is given each of these inputs."""
+    """The line of the first function that is given each of these inputs; and whether one multiplies
+    by the number 0."""
 
     def __init__(self, inputs):
         super().__init__()
         self.names = {storage_of(t): name for name, t in inputs.items()}
-        self.lines = {}
+        self.lines, self.switched_off = {}, False
 
     def function_called(self, func, name, args, kwargs, out):
+        self.switched_off |= name in PRODUCTS and any(map(_is_zero, args))
         for t in flat_tensors((args, kwargs)):
             if name not in ASKED and storage_of(t) in self.names:
                 self.lines.setdefault(self.names[storage_of(t)], line_now())
@@ -157,6 +177,18 @@ def _source(network):
         return inspect.getsource(type(network).forward)
     except (OSError, TypeError):
         return ""
+
+
+def _is_zero(x):
+    """Whether it is the number 0, and nothing that trains."""
+    is_tensor = torch.is_tensor(x)
+    if is_tensor and (x.requires_grad or x.numel() > 1):
+        return False
+    return (is_tensor or type(x) in (int, float)) and float(x) == 0
+
+
+def _without_graph(x):
+    return x.detach() if torch.is_tensor(x) else x
 
 
 def _rows(call, given):
@@ -180,16 +212,3 @@ def _exchanges(t):
     yield torch.arange(len(t), device=t.device).roll(1)
     for row in (sums.argmin(), sums.argmax()):
         yield row.expand(len(t))
-
-
-def _is_known(network, name):
-    """Whether its forward speaks of it, or that of another network of the script's does."""
-    code = _source(network)
-    if len(re.findall(rf"\b{name}\b", code)) > 1:
-        return True
-    left = [*nn.Module.__subclasses__()]
-    for kind in left:
-        left += kind.__subclasses__()
-    others = [vars(kind).get("forward") for kind in left if kind is not type(network)]
-    codes = [f.__code__ for f in others if inspect.isfunction(f) and is_own(f.__code__.co_filename)]
-    return any(name in code.co_varnames[: code.co_argcount] for code in codes)

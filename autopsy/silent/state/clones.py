@@ -2,14 +2,14 @@
 Clones: is the average of a target network written into clones that nobody uses?
 
 state_dict() gives the tensors of a network itself; a clone of them does not. Told is a network that
-no optimizer trains and that never moves, where the script clones its weights at each of the first
-steps, makes (1 - a) * clone + a * source of these in place, and then gives the result to no other
-function, copies it nowhere and keeps it not. It looks outside of modules and within them.
+no optimizer trains and that never moves, and is called, where the script clones its weights at each
+of the first steps, makes (1 - a) * clone + a * source of these in place, and then gives the result
+to no other function, copies it nowhere and keeps it not. It looks outside of modules and within.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -83,6 +83,13 @@ class Clones(FirstFunctions):
         self.shares = WeakTensorKeyDictionary()  # clone, or a weight times a number: Share
         self.results, self.of_clones = [], WeakTensorKeyDictionary()  # clone: its Result
         self.lost = {}  # by the id of a copy
+        self.used = WeakSet()  # modules that were called since
+
+    def called(self, module, tensors=()):
+        if self.lost:
+            self.used.add(module)
+
+    evaluated = called
 
     def looks_into(self, module):
         return False  # by during(), at all functions
@@ -183,7 +190,8 @@ class Clones(FirstFunctions):
         lines = {}
         for lost in self.lost.values():
             stands = self.deferred.norms([lost.copy])[0] == lost.norm
-            if len(lost.steps) >= OFTEN and stands and lost.copy.grad is None:
+            is_used = any(p is lost.copy for net in self.used for p in net.parameters())
+            if len(lost.steps) >= OFTEN and stands and is_used and lost.copy.grad is None:
                 lines.setdefault(lost.line, []).append(self.names.of(lost.copy))
         for line, names in lines.items():
             yield (

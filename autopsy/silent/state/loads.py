@@ -4,19 +4,12 @@ Loads: does load_state_dict() of a module bring what it should?
 With strict=False it may pass over every name. And state_dict() gives the tensors of the module
 itself: the best state, if it was not copied, is the last one.
 
-And a load may take away, each time, what the steps before it have learnt: a target network that is
-copied the wrong way round. Told is a line that loads the same numbers of another network again and
-again into weights of one optimizer, which makes steps in between with moments that it goes on with.
-Whoever begins anew on purpose (folds, tasks, adaptation to one sample) loads what was saved, resets
-the moments too, or moves the rate (back to the best weights with half of it).
-
 And what was loaded may be lost before it is used: told is a load all of whose matrices the script
 overwrites (init_weights() after it) before the module is called.
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -25,8 +18,6 @@ from ...tensors import storage_of
 from ...watch.deferred import params_of
 from ...watch.events import Events
 
-LOADS = 6  # that are read, and later ones; each but the first sets back
-LATER = (8, 16, 32, 64)
 FILLS = ("normal_", "uniform_", "fill_", "zero_", "kaiming_uniform_", "kaiming_normal_",
          "trunc_normal_", "orthogonal_", "eye_")  # fmt: skip
 
@@ -44,17 +35,15 @@ class Loads(Events):
     """What load_state_dict() did to the modules of a script."""
 
     def __init__(self, watch):
-        self.recorder, self.deferred, self.names = watch.recorder, watch.deferred, watch.names
+        self.recorder = watch.recorder
         self.tried = WeakKeyDictionary()  # module: lines that have loaded nothing into it
         self.unloaded = {}  # line: what is wrong with a load that has loaded nothing
-        self.steps = WeakKeyDictionary()  # optimizer: how many
-        self.loads = WeakKeyDictionary()  # optimizer: {(line, class): [(steps, rates, norms)]}
-        self.counts = Counter()  # (line, class): loads
+        self.optimizers = WeakSet()  # that have made steps
         self.unused = {}  # id of a storage that was loaded and not called yet: (Unused, it)
         self.overwritten = {}  # Unused of which something was overwritten: the line that did
 
     def stepped(self, optimizer):
-        self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
+        self.optimizers.add(optimizer)
 
     def wrote(self, line, weights, name, given):
         """Into weights that were loaded, and not called yet?"""
@@ -69,9 +58,6 @@ class Loads(Events):
 
     def evaluated(self, module):
         self.unused.clear()
-
-    def restored(self, optimizer):
-        self.loads.pop(optimizer, None)
 
     def loaded(self, module, state, answer):
         where = line_now(), type(module).__name__
@@ -89,44 +75,21 @@ class Loads(Events):
         else:  # of several names the right ones were found
             for line in (where[0], *self.tried.pop(module, ())):
                 self.unloaded.pop(line, None)
-        if not _is_its_own(module, state):
-            if self._is_of_another(state):
-                self._note_numbers(module, where)
-        elif self._is_older(state) and self._trains(module):
+        if _is_its_own(module, state) and self._is_older(state) and self._trains(module):
             self.unloaded[where[0]] = (
                 f"has changed nothing: it was given the tensors of {where[1]} itself, which steps "
                 "have moved since then (state_dict() makes no copy): keep "
                 "copy.deepcopy(net.state_dict())"
             )
 
-    def _is_of_another(self, state):
-        """Whether it is a network's that was called, and not what was saved."""
-        given = {storage_of(t) for t in state.values() if isinstance(t, torch.Tensor)}
-        weights = [p for root in list(self.names.roots) for p in root.parameters()]
-        return any(storage_of(p) in given for p in weights)
-
     def _trains(self, module):
-        trained = {storage_of(p) for optimizer in self.steps for p in params_of(optimizer)}
+        trained = {storage_of(p) for optimizer in self.optimizers for p in params_of(optimizer)}
         return any(storage_of(p) in trained for p in module.parameters())
 
     def _is_older(self, state):
         """Whether a step was made since state_dict() has given it."""
         made = [self.recorder.known.get(t) for t in state.values() if isinstance(t, torch.Tensor)]
         return all(m and m.number < self.recorder.latest for m in made)
-
-    def _note_numbers(self, module, where):
-        """Of weights that an optimizer with moments trains."""
-        mine = [p for p in module.parameters() if p.is_floating_point()]
-        self.counts[where] += 1
-        for optimizer, steps in [*self.steps.items()]:
-            trained = {*params_of(optimizer)}
-            some = [p for p in mine if p in trained and optimizer.state.get(p)]
-            if not some:
-                continue
-            seen = self.loads.setdefault(optimizer, {}).setdefault(where, [])
-            if len(seen) < LOADS or self.counts[where] in LATER:
-                rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-                seen.append((steps, rates, self.deferred.norms(some)))
 
     def sentences(self):
         for line, what in self.unloaded.items():
@@ -137,18 +100,6 @@ class Loads(Events):
                     f"all {load.matrices} matrices that load_state_dict() at {load.line} has "
                     f"brought were overwritten at {line} before any call: load after that"
                 )
-        for optimizer, lines in self.loads.items():
-            for (line, kind), seen in lines.items():
-                steps, rates, norms = zip(*seen, strict=True)
-                norms = [self.deferred.to_host(several) for several in norms]
-                moves = LOADS <= len({*steps}) == len(steps)
-                if moves and all(x == several[0] for several in (rates, norms) for x in several):
-                    made = self.names.of_optimizer(optimizer)
-                    yield (
-                        f"load_state_dict() at {line} sets the weights of {kind} back to the same "
-                        f"numbers each time: what {steps[-1] - steps[0]} steps of {made} learnt "
-                        "between the loads is lost. Was it meant the other way round?"
-                    )
 
 
 def _is_its_own(module, state):

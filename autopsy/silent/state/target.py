@@ -3,10 +3,11 @@ Target: is the average of a target network computed, and kept elsewhere?
 
 A copy of a network that stands still may be one on purpose (a reference, a teacher). It is told
 only where the script computes (1 - a) * copy + a * source at each of the first steps, and the
-result goes into a name, or into clones of the copy, which itself never moves.
+result goes into a name, or into clones of the copy, which itself never moves, and is used.
 """
 
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -61,6 +62,13 @@ class Target(Events):
         self.clones = []
         self.averages = {}  # id of a copy: Average
         self.last = 0  # call
+        self.used = WeakSet()  # modules that were called since there are averages
+
+    def called(self, module, tensors=()):
+        if self.averages:
+            self.used.add(module)
+
+    evaluated = called
 
     def stepped(self, optimizer):
         if self.recorder.steps >= EARLY:
@@ -129,8 +137,9 @@ class Target(Events):
         lost = {}
         for average in self.averages.values():
             stands = self.deferred.norms([average.copy])[0] == average.norm
+            is_used = any(p is average.copy for net in self.used for p in net.parameters())
             learns = average.copy.grad is not None  # then it is no copy: stalled/ tells
-            if average.times >= OFTEN and stands and not learns:
+            if average.times >= OFTEN and stands and is_used and not learns:
                 lost.setdefault(average.line, []).append(self.names.of(average.copy))
         for line, names in lost.items():
             yield (

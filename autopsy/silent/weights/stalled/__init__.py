@@ -272,15 +272,15 @@ class StalledWeights(Events):
         if not dead or (lately and not self._is_first(dead, mine)):
             return
 
-        end, loss = "", 0.0
+        end, is_off, loss = "", False, 0.0
         anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
         with no_evidence, anomaly, Forward(self.recorder) as again:
             loss = again()
-            end = where_zero([*again.results.values()], [w.p for w in dead])
+            end, is_off = where_zero([*again.results.values()], [w.p for w in dead])
         if lately and loss:
-            seen.dead = dead, min(w.steps[-READ] for w in dead), end
+            seen.dead = dead, min(w.steps[-READ] for w in dead), end, is_off
         for w in dead if not lately else ():
-            w.end = end
+            w.end, w.is_off = end, is_off
 
 
 def _others(p):

@@ -19,6 +19,7 @@ from ....watch.graph import nodes_of
 from ...shared.graph_ends import leaves
 from .weight_history import READ
 
+VECTORS = ("StackBackward0", "CatBackward0")  # of the terms of a loss: some may have the factor 0
 PADDING = ", where only its padding_idx is reached: does a mask hide all but the padding?"
 
 
@@ -69,8 +70,8 @@ class RecreatedParameters:
 
 
 def where_zero(losses, params):
-    """Say in whose backward the gradient on the way to these weights becomes 0; or "", or None if a
-    term has the factor 0. The forward must have run in anomaly mode, which keeps the lines."""
+    """(in whose backward the gradient on the way to these weights becomes 0, or ""; whether that is
+    meant). The forward must have run in anomaly mode, which keeps the lines."""
     found = []
 
     def after(node, to_inputs, to_outputs):
@@ -80,22 +81,33 @@ def where_zero(losses, params):
             line = line_of(frames_in(node.metadata.get("traceback_", ())))
             why = PADDING if _is_of_padding(node, to_outputs[0]) else ""
             text = f"in {node.name()}{f' of {line}' if line else ''}{why}"
-            found.append(None if _is_off(node, to_outputs[0]) else text)
+            found.append((text, _is_off(node)))
+        elif came and node.name() in VECTORS and any(g.numel() == 1 and not g.any() for g in on):
+            found.append(("", True))
 
     with ExitStack() as stack:
         for node in nodes_of(losses):
             stack.enter_context(node.register_hook(partial(after, node)))
         ones = [torch.ones_like(t) for t in losses]
-        torch.autograd.grad(losses, params, ones, allow_unused=True)
-    return found[-1] if found else ""  # before it the gradient may go on by another way
+        slopes = torch.autograd.grad(losses, params, ones, allow_unused=True)
+    by_hand = any(p._backward_hooks for p in params) or any(
+        g is not None and g.any() for g in slopes
+    )
+    # before the last one the gradient may go on by another way
+    return found[-1] if found else ("", by_hand)
 
 
-def _is_off(node, gradient):
-    """Whether it multiplies one number, a term of the loss, by the number 0."""
-    if node.name() != "MulBackward0" or gradient.dim():
-        return False
-    factors = [x for x in (node._saved_self, node._saved_other) if x is not None]
-    return any(not getattr(x, "requires_grad", False) and float(x) == 0 for x in factors)
+def _is_off(node):
+    """Whether it multiplies by the number 0, as for a term of the loss or a branch that is switched
+    off; is a function of the script's own, as one that reverses gradients; or is over one class."""
+    name = node.name()
+    if name == "MulBackward0":
+        factors = [x for x in (node._saved_self, node._saved_other) if x is not None]
+        numbers = [x for x in factors if x.numel() == 1 and not x.requires_grad]
+        return any(float(x) == 0 for x in numbers)
+    if name == "LogSoftmaxBackward0":
+        return node._saved_result.shape[node._saved_dim] == 1
+    return not name[-1].isdigit()
 
 
 def _is_of_padding(node, gradient):

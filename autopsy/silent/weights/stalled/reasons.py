@@ -130,7 +130,7 @@ class Reasons:
 
     def _dead_since(self, seen, mine):
         """Gradients that have become 0."""
-        dead, since, end = seen.dead or ((), 0, "")
+        dead, since, end, is_off = seen.dead or ((), 0, "", False)
         if not any(w.had_nonzero_gradient for w in dead) or any(w.grads[-1] for w in dead):
             return
         becomes = f": it becomes 0 {end}" if end else ""
@@ -145,7 +145,7 @@ class Reasons:
                 f"each gradient of {seen.name} is exactly 0 in {seen.zeros} of {seen.steps} "
                 f"steps, though the loss is not{becomes}"
             )
-        elif not whole:
+        elif not (whole or is_off):
             yield (
                 f"the gradient of {self._names(dead)} is exactly 0 at each step read since "
                 f"step {since} of {seen.steps}, though the loss is not{becomes}"
@@ -176,11 +176,13 @@ class Reasons:
         read = [w for w in mine if w.module and len(w.grads) > READ]
         dead = [w for w in read if not w.had_nonzero_gradient and not w.never_had_gradient]
         whole = [w for w in dead if w.p.dim() > 1]  # that of a bias alone may have to be 0
+        if any(map(self._moves_now, whole)):
+            return  # what was switched off at each read came late
         if alive:
             owners = Counter(w.module() for w in whole)
             whole = [w for w in whole if isinstance(w.module(), DENSE) or owners[w.module()] > 1]
             dead = [w for w in dead if w.module() in {w.module() for w in whole}]
-        off = alive and whole and whole[0].end is None
+        off = alive and whole and whole[0].is_off
         if whole and not off and not any(w.p.shape in alive for w in whole):
             why = "a ReLU that is 0 for all inputs, a factor 0, or an underflow in fp16 (loss "
             why += "scaling)?"
@@ -189,6 +191,13 @@ class Reasons:
             if len(zeros := [w for w in whole if not any(w.norms)]) > 1:
                 why += f"; {self._names(zeros)} hold nothing but 0: begin with other numbers in one"
             yield f"the gradient of {self._names(dead)} was exactly 0 at every step read: {why}"
+
+    def _moves_now(self, w):
+        """Whether it has a gradient at the end, or has moved for the first time since the last
+        read."""
+        last = [] if w.p.grad is None else self.stalled.deferred.norms([w.p.grad])
+        *grads, norm = self.stalled.deferred.to_host([*last, *self.stalled._norms(w.p)])
+        return any(grads) or {*w.norms} - {norm} == {w.norms[0]}
 
 
 def _rounding(weights, dtype):

@@ -50,6 +50,7 @@ class WeightHistory:
         self.without = ""  # what its forward ran in, in place of a graph
         self.frozen = False  # on purpose
         self.end = ""  # of its graph, or of its gradient
+        self.is_off = False  # that is meant
         self.read_in_train_mode = False  # has it been read in train() mode?
         self.may_have_masters = False  # it may have wider ones
         self.norm_before = []  # its norm before the first step of its optimizer
