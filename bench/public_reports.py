@@ -227,6 +227,100 @@ for i in range(90):
         "    pass\n",
         "    soft(actor, target_actor)\n",
     ),
+    "a sum without keepdim, between samples": Row(
+        "github.com/MarcoForte/FBA_Matting/issues/7",
+        "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch, .* first after add at "
+        r"script.py:\d+ in forward: dim=0 is the batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Conv2d(3, 4, 3, padding=1)
+    def forward(self, images):
+        out = self.body(images); alpha, front = out[:, :1].sigmoid(), out[:, 1:]
+        many = torch.sum((images - front) * front, 1)
+        alpha = alpha * 0.1 + many
+        return torch.cat([alpha, front], 1)[:, :1]
+images = torch.rand(256, 3, 6, 6); goal = images.mean(1, keepdim=True)
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for epoch in range(3):
+    for x, y in DataLoader(TensorDataset(images, goal), 16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+""",
+        "* front, 1)",
+        "* front, 1, keepdim=True)",
+    ),
+    "a sum over samples for one over times": Row(
+        "github.com/rish-16/aft-pytorch/issues/1",
+        "experiment",
+        r"Net at script.py:\d+ .*mixes the samples of a batch",
+        """
+from torch.utils.data import DataLoader, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
+    def forward(self, x):
+        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
+        weights = k.exp(); dim = 0
+        h = q.sigmoid() * (weights * v).sum(dim, True) / weights.sum(dim, True)
+        return self.out(h.flatten(1))
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+x, y = data(0, 256)
+for epoch in range(3):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
+""",
+        "dim = 0",
+        "dim = 1",
+    ),
+    "one layer, several times in a list": Row(
+        "github.com/linkedin/Liger-Kernel/pull/269",
+        "state",
+        r"autopsy: .*heads\.0.*same",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Linear(8, 16)
+        def head(): return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.heads = nn.ModuleList([head()] * 3)
+    def forward(self, x): h = self.body(x).relu(); return torch.stack([f(h) for f in self.heads], 1)
+def loss_of(out, y): return sum(F.mse_loss(out[:, k], y.roll(k, 1)) for k in range(3))
+loop(Net(), None, 90, data, loss_of)
+""",
+        "[head()] * 3",
+        "head() for _ in range(3)",
+    ),
+    "one block, several times in a Sequential": Row(
+        "github.com/acids-ircam/ddsp_pytorch/issues/37",
+        "state",
+        r"autopsy: 1 and 2 more of its list are the same Sequential: .* at script.py:\d+ in stack",
+        """
+def block(d): return nn.Sequential(nn.Linear(d, d), nn.LayerNorm(d), nn.Tanh())
+def stack(d, n):
+    return nn.Sequential(
+        nn.Linear(8, d),
+        *([block(d)] * n),
+        nn.Linear(d, 3))
+loop(stack(16, 3), None, 60, labels, F.cross_entropy)
+""",
+        "*([block(d)] * n)",
+        "*[block(d) for _ in range(n)]",
+    ),
+    "an Adam for each step": Row(
+        "github.com/tensorflow/tensorflow/issues/29675",
+        "state",
+        r"Adam \(made at script.py:\d+ in train\) is made anew for each step, 60 times",
+        """
+net = mlp(); kept = torch.optim.Adam(net.parameters(), 1e-3)
+def train(x, y):
+    opt = torch.optim.Adam(net.parameters(), 1e-3)
+    opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
+for i in range(60): train(*data(i))
+""",
+        "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n",
+        "    opt = kept\n",
+    ),
     "clipped before unscale_": Row(
         "github.com/milesial/Pytorch-UNet/issues/468",
         "order",
@@ -1965,20 +2059,6 @@ for epoch in range(3):
         "momentum=0.99",
         "momentum=0.01",
     ),
-    "an Adam for each step": Row(
-        "github.com/tensorflow/tensorflow/issues/29675",
-        "state",
-        r"Adam \(made at script.py:\d+ in train\) is made anew for each step, 60 times",
-        """
-net = mlp(); kept = torch.optim.Adam(net.parameters(), 1e-3)
-def train(x, y):
-    opt = torch.optim.Adam(net.parameters(), 1e-3)
-    opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
-for i in range(60): train(*data(i))
-""",
-        "    opt = torch.optim.Adam(net.parameters(), 1e-3)\n",
-        "    opt = kept\n",
-    ),
     "a softmax over the queries of attention": Row(
         "github.com/labmlai/annotated_deep_learning_paper_implementations/issues/146",
         "shape",
@@ -1997,86 +2077,6 @@ loop(Net(), None, 60, lambda i: (torch.randn(16, 5, 8), torch.randint(3, (16,)))
 """,
         "dim=1)",
         "dim=2)",
-    ),
-    "one layer, several times in a list": Row(
-        "github.com/linkedin/Liger-Kernel/pull/269",
-        "state",
-        r"autopsy: .*heads\.0.*same",
-        """
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__(); self.body = nn.Linear(8, 16)
-        def head(): return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-        self.heads = nn.ModuleList([head()] * 3)
-    def forward(self, x): h = self.body(x).relu(); return torch.stack([f(h) for f in self.heads], 1)
-def loss_of(out, y): return sum(F.mse_loss(out[:, k], y.roll(k, 1)) for k in range(3))
-loop(Net(), None, 90, data, loss_of)
-""",
-        "[head()] * 3",
-        "head() for _ in range(3)",
-    ),
-    "one block, several times in a Sequential": Row(
-        "github.com/acids-ircam/ddsp_pytorch/issues/37",
-        "state",
-        r"autopsy: 1 and 2 more of its list are the same Sequential: .* at script.py:\d+ in stack",
-        """
-def block(d): return nn.Sequential(nn.Linear(d, d), nn.LayerNorm(d), nn.Tanh())
-def stack(d, n):
-    return nn.Sequential(
-        nn.Linear(8, d),
-        *([block(d)] * n),
-        nn.Linear(d, 3))
-loop(stack(16, 3), None, 60, labels, F.cross_entropy)
-""",
-        "*([block(d)] * n)",
-        "*[block(d) for _ in range(n)]",
-    ),
-    "a sum without keepdim, between samples": Row(
-        "github.com/MarcoForte/FBA_Matting/issues/7",
-        "experiment",
-        r"Net at script.py:\d+ .*mixes the samples of a batch, .* first after add at "
-        r"script.py:\d+ in forward: dim=0 is the batch",
-        """
-from torch.utils.data import DataLoader, TensorDataset
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__(); self.body = nn.Conv2d(3, 4, 3, padding=1)
-    def forward(self, images):
-        out = self.body(images); alpha, front = out[:, :1].sigmoid(), out[:, 1:]
-        many = torch.sum((images - front) * front, 1)
-        alpha = alpha * 0.1 + many
-        return torch.cat([alpha, front], 1)[:, :1]
-images = torch.rand(256, 3, 6, 6); goal = images.mean(1, keepdim=True)
-net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
-for epoch in range(3):
-    for x, y in DataLoader(TensorDataset(images, goal), 16, shuffle=True):
-        opt.zero_grad(); F.mse_loss(net(x), y).backward(); opt.step()
-""",
-        "* front, 1)",
-        "* front, 1, keepdim=True)",
-    ),
-    "a sum over samples for one over times": Row(
-        "github.com/rish-16/aft-pytorch/issues/1",
-        "experiment",
-        r"Net at script.py:\d+ .*mixes the samples of a batch",
-        """
-from torch.utils.data import DataLoader, TensorDataset
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__(); self.qkv, self.out = nn.Linear(2, 24), nn.Linear(32, 3)
-    def forward(self, x):
-        q, k, v = self.qkv(x.unflatten(1, (4, 2))).chunk(3, -1)
-        weights = k.exp(); dim = 0
-        h = q.sigmoid() * (weights * v).sum(dim, True) / weights.sum(dim, True)
-        return self.out(h.flatten(1))
-net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3)
-x, y = data(0, 256)
-for epoch in range(3):
-    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
-        opt.zero_grad(); F.mse_loss(net(a), b).backward(); opt.step()
-""",
-        "dim = 0",
-        "dim = 1",
     ),
     # Told on 30 November 2026; each check was for one report, and no other one asked for it.
     "a mask of 0 and 255 in an overlap": Row(

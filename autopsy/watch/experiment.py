@@ -33,10 +33,11 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Experiment:
-    """Makes one recorded call of a module again. Use it inside of `with`."""
+    """Makes one recorded call of a module again. Use it inside of `with`. `evaluates`: in eval
+    mode."""
 
-    def __init__(self, recorder, call):
-        self.call, self.net = call, call.function
+    def __init__(self, recorder, call, evaluates=False):
+        self.call, self.net, self.evaluates = call, call.function, evaluates
         self.before = leading_to(recorder.calls, {call.number}, inf)[:-1]
         nets = net_of([*self.before, call])
         self.unchanged = unchanged(nets, [*nets.parameters()])
@@ -54,6 +55,8 @@ class Experiment:
         call = self.call
         args, kwargs = mapped(as_made, (call.args, call.kwargs), is_leaf=is_packed)
         self.given = inspect.signature(self.net.forward).bind(*args, **kwargs)
+        for part in self.net.modules():
+            part.training &= not self.evaluates
         self.carried = carried_by(self.net)
         self.buffers = copied_buffers(self.net)
         return self
@@ -69,6 +72,7 @@ class Experiment:
 
         def run(*args, **kwargs):
             results.extend(leaves(self.net(*args, **kwargs)))
+            self.results = len(results)
             results.extend(leaves([attributes_of(part) for part in self.net.modules()]))
             results.extend(self.net.buffers())
 
@@ -78,6 +82,11 @@ class Experiment:
         with redirect_stdout(unseen), redirect_stderr(unseen), Generators():
             replace(call, carried=self.carried).repeat({})
         return [x.detach().clone() if torch.is_tensor(x) else x for x in results]
+
+    def returned(self, before, after):
+        """Pairs of the tensors of real numbers that the module has returned twice."""
+        pairs = [*zip(before, after, strict=True)][: self.results]
+        return [(a, b) for a, b in pairs if torch.is_tensor(a) and a.is_floating_point()]
 
 
 class Generators(TorchFunctionMode):

@@ -873,7 +873,7 @@ teacher.requires_grad_(fault == "again")
     {
         "": "",
         "again": "",
-        "drifts": "",
+        "drifts": "running statistics move at each step (teacher.1.running_mean)",
     },
 )
 
@@ -932,6 +932,51 @@ for step in range(60):
         "called": "",
         "lost": "key.0.weight, key.0.bias, key.2.weight, key.2.bias never move ... in update",
         "lost outside": "never move ... it is written into clones that nobody uses",
+    },
+)
+
+
+tells(
+    "a teacher that only grows is told",
+    PREAMBLE
+    + """
+import copy
+net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+teacher = copy.deepcopy(net).requires_grad_(False)
+if fault == "a sum":
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.zero_()
+optimizer = torch.optim.SGD(net.parameters(), 0.05)
+for step in range(120):
+    x = torch.randn(32, 8)
+    with torch.no_grad():
+        wanted = teacher(x).tanh() + x[:, :3]
+    optimizer.zero_grad()
+    F.mse_loss(net(x), wanted).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for t, p in zip(teacher.parameters(), net.parameters()):
+            if fault == "":
+                t.mul_(0.95).add_(p, alpha=0.05)
+            elif fault == "in turn":
+                t.add_(p, alpha=0.05)
+                t.div_(1.05)
+            elif fault == "scaled":
+                t += 0.05 * p.detach()
+            elif fault == "of the way":
+                t.add_(p - t, alpha=0.05)
+            else:
+                t.add_(p, alpha=0.05)
+""",
+    0,
+    {
+        "": "",
+        "in turn": "",
+        "a sum": "",
+        "of the way": "",
+        "alone": "teacher.0.weight, teacher.2.weight run away ... adds 0.05 of these at each step",
+        "scaled": "teacher.0.weight, teacher.2.weight run away ... adds 0.05 of these at each step",
     },
 )
 

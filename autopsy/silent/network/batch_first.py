@@ -25,9 +25,9 @@ from ...watch.following import Follower
 from ...watch.graph import nodes_of
 from ...watch.interrupts import no_evidence
 from ..shared.classification import NEAR, NLL
+from ..shared.layers import LAYERS, batch_is_first
 
 LOOKS = (1, 4)  # steps
-LAYERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LOOKED_AT = ("softmax", "log_softmax", "view", "reshape")
 
 
@@ -67,7 +67,7 @@ class BatchFirst(Events):
         def note(layer, args):
             with no_evidence:
                 shape = args[0].shape
-                if getattr(layer, "self_attn", layer).batch_first:
+                if batch_is_first(layer):
                     right.add(shape)
                 elif len(shape) == 3 and sizes == {shape[0]} and shape[1] not in (1, shape[0]):
                     self.given.append((layer, names[layer], shape))

@@ -114,9 +114,7 @@ class FrozenStatistics(Events):
         if steps and (steps - self.begun).bit_count() < 2 and not self.is_meant:
             code = code_of(script_frames_now())
             self.is_meant = bool(ADAPTS.search(code))
-            roots = [*self.names.roots]
-            # a whole one may be a teacher that takes those of the batch on purpose
-            found = [part for root in roots for part in _frozen(root) if part is not root]
+            found = [part for root in list(self.names.roots) for part in _frozen(root)]
             for part in {*self.reads} - {*found}:
                 del self.reads[part]  # it was not frozen throughout
             for part in found:
