@@ -1514,21 +1514,6 @@ for epoch in range(4):
         "    pass\n",
         "    net.eval()\n",
     ),
-    "an accuracy of all pairs": Row(
-        "github.com/935963004/LaBraM/issues/15",
-        "evaluation",
-        r"script.py:\d+ in <module> compares each prediction with each label, \[16\]",
-        """
-net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
-for i in range(40):
-    x, y = labels(i); y = y[:, None]; out = net(x); loss = F.cross_entropy(out, y.squeeze())
-    accuracy = (out.max(-1)[-1] == y).float().mean()
-    opt.zero_grad(); loss.backward(); opt.step()
-print(accuracy)
-""",
-        "[-1] == y)",
-        "[-1] == y.squeeze())",
-    ),
     "logits above 0.5": Row(
         "github.com/FenTechSolutions/CausalDiscoveryToolbox/issues/38",
         "evaluation",
@@ -1945,23 +1930,6 @@ for i in range(60):
         "net(ids[:, :-1], None)",
         "net(ids[:, :-1], later)",
     ),
-    "a temporal difference that trains its target": Row(
-        "github.com/mingen-pan/Reinforcement-Learning-Q-learning-Gridworld-Pytorch/pull/2",
-        "path",
-        r"the target of the loss at script.py:\d+ in <module> has a gradient: 0.9 times",
-        """
-q, gamma = mlp(), 0.9; opt = torch.optim.RMSprop(q.parameters(), 1e-3)
-for i in range(150):
-    (state, _), (later, _) = data(i), data(i + 1)
-    action, reward = state[:, :3].argmax(1, keepdim=True), state[:, 0]
-    later_value = q(later).max(1)[0]
-    target = reward + (reward > -1).float() * gamma * later_value
-    loss = nn.MSELoss()(q(state).gather(1, action).squeeze(1), target)
-    opt.zero_grad(); loss.backward(); opt.step()
-""",
-        "q(later).max(1)[0]",
-        "q(later).max(1)[0].detach()",
-    ),
     "an advantage that trains the critic": Row(
         "github.com/astariul/encode-attend-navigate-pytorch/issues/2",
         "path",
@@ -2042,6 +2010,38 @@ for i in range(60):
 # What it does not say: each may be meant, or nothing that it sees tells the two apart.
 SILENT = {
     # Told until 1 December 2026. Each is done on purpose, too, and nothing tells the two apart.
+    "a temporal difference that trains its target": Row(
+        "github.com/mingen-pan/Reinforcement-Learning-Q-learning-Gridworld-Pytorch/pull/2",
+        "path",
+        r"the target of the loss at script.py:\d+ in <module> has a gradient: 0.9 times",
+        """
+q, gamma = mlp(), 0.9; opt = torch.optim.RMSprop(q.parameters(), 1e-3)
+for i in range(150):
+    (state, _), (later, _) = data(i), data(i + 1)
+    action, reward = state[:, :3].argmax(1, keepdim=True), state[:, 0]
+    later_value = q(later).max(1)[0]
+    target = reward + (reward > -1).float() * gamma * later_value
+    loss = nn.MSELoss()(q(state).gather(1, action).squeeze(1), target)
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+        "q(later).max(1)[0]",
+        "q(later).max(1)[0].detach()",
+    ),
+    "an accuracy of all pairs": Row(
+        "github.com/935963004/LaBraM/issues/15",
+        "evaluation",
+        r"script.py:\d+ in <module> compares each prediction with each label, \[16\]",
+        """
+net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3)
+for i in range(40):
+    x, y = labels(i); y = y[:, None]; out = net(x); loss = F.cross_entropy(out, y.squeeze())
+    accuracy = (out.max(-1)[-1] == y).float().mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+print(accuracy)
+""",
+        "[-1] == y)",
+        "[-1] == y.squeeze())",
+    ),
     "a momentum of another framework": Row(
         "github.com/r9y9/tacotron_pytorch/issues/19",
         "state",

@@ -19,6 +19,8 @@ from ..shared.syntax import tree_of
 
 INPUTS = {"x", "xs", "data", "image", "img", "input", "feature", "sample", "text", "sentence"}
 LABELS = {"y", "ys", "label", "target", "class", "gt", "truth"}
+BARE = {"x", "y", "xs", "ys", "X", "Y"}
+SUPERVISED = re.compile(r"(?i)cross_?entropy|mse_?loss|l1_?loss|nll_?loss|bce")
 ORDERS = ("randperm", "permutation")  # calls that make an order
 SEEDS = re.compile(r"seed|set_state|setstate|set_rng_state|Generator|default_rng|Random(State)?\(")
 STATES = re.compile(r"\b(get_state|getstate|get_rng_state)\b")
@@ -31,6 +33,9 @@ class ShuffledApart(ReadsFiles):
         for file in self.files:
             for block in _blocks(tree_of(file)):
                 for one, two in _pairs(block):
+                    is_bare = {one.code, two.code} <= BARE
+                    if is_bare and not SUPERVISED.search(ast.unparse(tree_of(file))):
+                        continue  # two clouds of points, which nothing pairs
                     lines = f"{os.path.basename(file)}:{one.line} and :{two.line}"
                     if one.line == two.line:
                         lines = f"{os.path.basename(file)}:{one.line}"

@@ -38,7 +38,13 @@ class SortedClasses(FirstPasses):
         loop = self.loops.last
         if loop is None or loop in self.over:
             return
-        for node in nodes_of(losses, NEAR):
+        nodes = [node for node in nodes_of(losses, NEAR) if classes_of(node)]
+        held = [_held(node._saved_target) for node in nodes]
+        if any(held) and any(other != held[0] for other in held):  # a memory has other classes
+            self.over.add(loop)
+            self.batches.pop(loop, None)
+            return
+        for node in nodes:
             classes = classes_of(node)
             if classes:
                 held = _held(node._saved_target) if classes >= CLASSES else None

@@ -16,6 +16,7 @@ from ..shared.classification import NEAR, NLL
 
 OFTEN = 18  # losses of a layer
 NODES = 12  # between a loss and the layer
+PRODUCTS = ("MulBackward0", "BmmBackward0")
 FIRST = 16  # backward passes; then those whose number is a sum of at most two powers of 2
 
 
@@ -50,7 +51,10 @@ class OneLabel(Events):
 
     def _look(self, node):
         labels, scores = node._saved_target, node._saved_self
-        weights = (getattr(other, "variable", None) for other in graph_of([node], NODES))
+        before = graph_of([node], NODES)
+        if any(other.name() in PRODUCTS for other in before):
+            return  # scores of pairs: no layer has a class for each
+        weights = (getattr(other, "variable", None) for other in before)
         weight = next((p for p in weights if isinstance(p, nn.Parameter) and p.dim() > 1), None)
         if weight is None or scores.dim() != 2 or len(weight) != scores.shape[1]:
             return  # what stands for classes is another dimension

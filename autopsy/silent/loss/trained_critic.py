@@ -9,11 +9,14 @@ graph (another pass may clear its gradients first), and if the other factor depe
 weights. Only in scripts that speak of rewards.
 """
 
+import re
+
 from ...frames import code_of, line_now, script_frames_now
 from ...watch.events import FirstFunctions
-from ...watch.graph import nodes_of
-from ..shared.graph_parts import REWARDS, only_part, weights_before, without_views
+from ...watch.graph import graph_of, nodes_of
 
+VIEWS = re.compile("(Squeeze|Unsqueeze|View|Where|Expand|Clone|ToCopy|Select|Slice)Backward")
+REWARDS = re.compile("reward", re.I)  # in a script
 OFTEN = 3  # steps
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss")
 SQUARES = ("pow", "__pow__", "square")
@@ -37,13 +40,13 @@ class TrainedCritic(FirstFunctions):
         if name in PRODUCTS:
             pairs = (nodes, nodes[::-1]) if len(nodes) == 2 and all(nodes) else ()
             for factor, other in pairs:
-                weights = weights_before(_subtracted(factor))
-                if weights and weights_before(other) - weights and _speaks_of_rewards():
+                weights = _weights_before(_subtracted(factor))
+                if weights and _weights_before(other) - weights and _speaks_of_rewards():
                     self.products.append((out.grad_fn, weights, line_now()))
         elif name in SQUARES:
-            self.fits.append((out.grad_fn, weights_before(_subtracted(nodes[0])), ""))
+            self.fits.append((out.grad_fn, _weights_before(_subtracted(nodes[0])), ""))
         elif len(alone := [*filter(None, nodes)]) == 1:
-            self.fits.append((out.grad_fn, weights_before(alone[0]), ""))
+            self.fits.append((out.grad_fn, _weights_before(alone[0]), ""))
 
     def backward(self, losses):
         fits, products, self.fits, self.products = self.fits, self.products, [], []
@@ -73,8 +76,27 @@ def _speaks_of_rewards():
 
 def _subtracted(node):
     """The result with a graph in a difference with something without one; or None."""
-    node = without_views(node)
+    node = _without_views(node)
     while node is not None and node.name() == "NegBackward0":
-        node = without_views(only_part(node))
+        node = _without_views(_only_part(node))
     is_difference = node is not None and node.name() == "SubBackward0"
-    return only_part(node) if is_difference else None
+    return _only_part(node) if is_difference else None
+
+
+def _without_views(node):
+    """The first node before it that computes something, or None."""
+    while node is not None and VIEWS.match(node.name()):
+        node = _only_part(node)
+    return node
+
+
+def _only_part(node):
+    """What alone has a graph of what it was made of, or None."""
+    parts = [part for part, _ in node.next_functions if part]
+    return parts[0] if len(parts) == 1 else None
+
+
+def _weights_before(node):
+    """The ids of the leaves that it depends on."""
+    nodes = graph_of([node] if node else [])
+    return {id(n.variable) for n in nodes if hasattr(n, "variable")}

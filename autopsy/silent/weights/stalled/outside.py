@@ -5,6 +5,7 @@ It ignores what is done on purpose: an optimizer for the last modules alone, a n
 image that is trained through a network, the first layers frozen, or all of a kind.
 """
 
+from ....watch.names import is_target
 from .weight_history import READ, names_of
 
 
@@ -19,6 +20,7 @@ class Outside:
     def sentences(self):
         yield from self._idle()
         yield from self._in_no_optimizer()
+        yield from self._frozen_between()
 
     def _names(self, weights):
         return names_of(weights, self.names)
@@ -125,3 +127,36 @@ class Outside:
         idle = {type(root) for root, held in roots if held and held <= mine}
         twins = idle & {type(root) for root, held in roots if held & others and not held & mine}
         return next((kind.__name__ for kind in twins), "")
+
+    def _frozen_between(self):
+        """A layer that alone among several like it has requires_grad=False, while those before and
+        after it train. (On purpose one freezes the first ones, or all of a kind.)"""
+        kinds = {}
+        roots = {part: id(root) for root in list(self.names.roots) for part in root.modules()}
+        for w in self.living:
+            if module := w.module and w.module():
+                kind = roots.get(module), type(module), w.name.rpartition(".")[2], w.p.shape
+                kinds.setdefault(kind, []).append(w)
+        frozen = []
+        for several in kinds.values():
+            trained = [w for w in several if w.p.requires_grad and w.had_nonzero_gradient]
+            off = [w for w in several if w not in trained]
+            alone = len(off) == 1 and not off[0].p.requires_grad
+            if alone and several[0] in trained and several[-1] in trained:
+                off = [w for w in off if not is_target(self.names.of(w.p))]
+                off = [w for w in off if not self._in_frozen_part(w)]
+                frozen += [w for w in off if w.never_had_gradient and w.never_changed]
+        if frozen:
+            yield (
+                f"{self._names(frozen)}: requires_grad is False, and all others like them, before "
+                "and after, are trained"
+            )
+
+    def _in_frozen_part(self, w):
+        """Whether a part of several layers, which holds it, is frozen as a whole: on purpose."""
+        parts = [part for root in list(self.names.roots) for part in root.modules()]
+        return any(
+            w.module() in {*part.children()} and not any(p.requires_grad for p in part.parameters())
+            and sum(any(True for _ in child.parameters()) for child in part.children()) > 1
+            for part in parts
+        )  # fmt: skip
