@@ -45,8 +45,9 @@ def learning(run: Run) -> tuple[dict[str, Tensor], dict[Tensor, float]]:
 def asked(state: dict, group: dict, p: Tensor) -> Tensor | None:
     """The largest update of p's sample at a rate of 1, as the optimizer's state asks for it. None:
     the optimizer is neither like Adam nor our Muon, so that nobody knows."""
-    turns = "stacked" in group  # Muon turns a matrix by an angle
-    if not turns and ("betas" not in group or (state and "exp_avg_sq" not in state)):
+    turns = group.get("stacked") is not None  # Muon turns a matrix by an angle
+    is_adam = group.get("betas") and not (state and "exp_avg_sq" not in state)
+    if not (turns or is_adam):
         return None
     if not state:
         return p.new_zeros(())

@@ -51,7 +51,8 @@ class OtherScale(Events):
 
     def sentences(self):
         for module, looks in self.looks.items():
-            if "self.training" in _source(module):  # it may scale what it is given by itself
+            code = _source(module)
+            if "self.training" in code:  # it may scale what it is given by itself
                 continue
             if all(map(_are_enough, looks.values())) and _same_shape(*looks.values()):
                 trained, evaluated = (torch.stack([q for q, _ in looks[k]]).mean(0).cpu()

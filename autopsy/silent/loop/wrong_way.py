@@ -31,9 +31,9 @@ class WrongWay(Events):
     def scheduled(self, scheduler):
         if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode == "min":
             frames = script_frames_now()
-            given = _given(*frames[0][:2]) if frames else ""
-            if RISES.search(given) and not FALLS.search(given):
-                key = line_of(frames), given
+            name = _given(*frames[0][:2]) if frames else ""
+            if RISES.search(name) and not FALLS.search(name):
+                key = line_of(frames), name
                 self.found[key] = self.found.get(key, 0) + 1
 
     def sentences(self):

@@ -61,10 +61,10 @@ def _kept(file):
     for condition in conditions:
         for node in ast.walk(condition):
             if isinstance(node, ast.Assign) and _is_name(node.value) and _is_name(node.targets[0]):
-                best, net = ast.unparse(node.targets[0]), ast.unparse(node.value)
-                used = _uses(tree, best) > _uses(condition, best)
-                if used and BEST.search(best) and not BEST.search(net):
-                    found[best, net, node.lineno] = True
+                names = ast.unparse(node.targets[0]), ast.unparse(node.value)
+                used = _uses(tree, names[0]) > _uses(condition, names[0])
+                if used and [bool(BEST.search(name)) for name in names] == [True, False]:
+                    found[(*names, node.lineno)] = True
     return [*found]
 
 

@@ -43,9 +43,9 @@ class StillTarget(Events):
             if any(id(p) in self.trained for p in net.parameters())
         }  # fmt: skip
         targets = [
-            (known[net], norms == self._norms(net))
+            (name, norms == self._norms(net))
             for net, norms in self.before
-            if norms and known[net] not in trained and TARGET.sub("", known[net]) in trained
+            if norms and (name := known[net]) not in trained and TARGET.sub("", name) in trained
         ]
         still = [name for name, stands in targets if stands]
         if still and len(still) < len(targets):

@@ -65,7 +65,7 @@ class StalledWeights(Events):
         if not seen and self.seen < MAX_OPTIMIZERS:
             for p in params_of(optimizer):  # one step of LBFGS may be all that they take
                 if p not in self.norms_before:
-                    self.norms_before[p] = self._norms(p)
+                    self.norms_before[p] = self.norms_of(p)
 
     def stepped(self, optimizer):
         """After a step, before the recorder forgets it."""
@@ -196,7 +196,7 @@ class StalledWeights(Events):
             seen.orphans = sum(not w.module and w.never_had_gradient for w in mine)
         for p, w in self.weights.items():
             if w.optimizer in (None, seen) and p.is_floating_point():
-                w.norms += self._norms(p)
+                w.norms += self.norms_of(p)
                 if p.grad is None:
                     w.grads.append(None)
                 else:
@@ -204,7 +204,7 @@ class StalledWeights(Events):
                 w.steps.append(self.recorder.steps)
                 w.read_in_train_mode |= bool(w.module and w.module() and w.module().training)
 
-    def _norms(self, p):
+    def norms_of(self, p):
         data = p.detach().cpu() if p.is_mps else p.detach()  # MPS has no float64
         return self.deferred.norms([numbers_of(data).double()])
 

@@ -196,7 +196,7 @@ class Reasons:
         """Whether it has a gradient at the end, or has moved for the first time since the last
         read."""
         last = [] if w.p.grad is None else self.stalled.deferred.norms([w.p.grad])
-        *grads, norm = self.stalled.deferred.to_host([*last, *self.stalled._norms(w.p)])
+        *grads, norm = self.stalled.deferred.to_host([*last, *self.stalled.norms_of(w.p)])
         return any(grads) or {*w.norms} - {norm} == {w.norms[0]}
 
 
