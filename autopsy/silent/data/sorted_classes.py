@@ -4,7 +4,8 @@ Sorted classes: does each batch hold one class, because nobody shuffles?
 A folder of images or a table is often sorted by class. With shuffle=False, which is the default of
 DataLoader, a network sees one class after the other, and forgets each. Told is a loader in fixed
 order, the first batches of which are sorted by label, with one or two classes in each and others in
-others, of a loss over several.
+others, of a loss over several. It is read twice at least (once may be a stream), and each batch has
+one such loss, of as many samples as the loader gives (others may be a memory of past classes).
 """
 
 from torch.utils.data import SequentialSampler
@@ -39,26 +40,21 @@ class SortedClasses(FirstPasses):
         if loop is None or loop in self.over:
             return
         nodes = [node for node in nodes_of(losses, NEAR) if classes_of(node)]
-        held = [_held(node._saved_target) for node in nodes]
-        if any(held) and any(other != held[0] for other in held):  # a memory has other classes
-            self.over.add(loop)
-            self.batches.pop(loop, None)
-            return
         for node in nodes:
-            classes = classes_of(node)
-            if classes:
-                held = _held(node._saved_target) if classes >= CLASSES else None
-                if not held:
-                    self.over.add(loop)
-                    self.batches.pop(loop, None)
-                else:
-                    self.batches.setdefault(loop, []).append((held, classes))
+            classes, labels = classes_of(node), node._saved_target
+            alone = len(nodes) == 1 and all(len(labels) <= (n or 0) for n in loop.sizes)
+            held = _held(labels) if classes >= CLASSES and alone else None
+            if not held:
+                self.over.add(loop)
+                self.batches.pop(loop, None)
+            else:
+                self.batches.setdefault(loop, []).append((held, classes))
 
     def sentences(self):
         for loop, batches in self.batches.items():
             seen = set().union(*(held for held, _ in batches))
             few = max(len(held) for held, _ in batches)
-            if len(batches) >= OFTEN and len(seen) > few:
+            if loop.begun > 1 and len(batches) >= OFTEN and len(seen) > few:
                 yield (
                     f"the first {len(batches)} batches of the loader at {loop.line} hold {few} of "
                     f"{batches[0][1]} classes at most, one class after the other: the data are "

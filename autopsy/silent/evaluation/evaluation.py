@@ -3,10 +3,11 @@ Evaluation: does eval() reach all of the network?
 
 F.dropout(x) drops in evaluation, too, and so do a Dropout that forward() makes, and the attention
 of torch.nn.functional with dropout_p=0.1: nobody tells them of eval(). torch's spectral_norm
-divides by a number that only a forward pass in training computes. The first two evaluations of each
-network are looked at while they run; nothing is run again. A call that says when it drops means it,
-and so does a Dropout within that was set to train(), and whoever evaluates one batch twice in a row
-(to average over what drops). So does a source that says so beside it.
+divides by a number that only a forward pass in training computes (whoever evaluates again later may
+log what was before). The first two evaluations of each network are looked at while they run;
+nothing is run again. A call that says when it drops means it, and so does a Dropout within that was
+set to train(), and whoever evaluates one batch twice in a row or each of its rows several times (to
+average over what drops). So does a source that says so beside it.
 """
 
 import ast
@@ -21,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ...frames import call_at, line_of, script_frames_now
 from ...modes import is_compiled
-from ...tensors import few, flat_tensors, numbers_of
+from ...tensors import batched, few, flat_tensors, numbers_of
 from ...watch.events import Events
 from ...watch.following import Follower, drops, drops_attention
 from ..shared.eval_mode import MEANT
@@ -43,7 +44,7 @@ class Evaluation(Events):
         self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
         self.drops = WeakKeyDictionary()  # module: sentences on its lines, in their order
-        self.unready = []  # (module, its weight)
+        self.unready = []  # (network, module, its weight)
 
     def loaded(self, module, state, answer):
         self.trained.update(module.modules())
@@ -55,6 +56,8 @@ class Evaluation(Events):
                 self.trained.update(module.modules())
             return ()
         looks = self.looks[module] = self.looks.get(module, 0) + 1
+        if looks > 1 and module in self.trained:  # the first result is compared with a later one
+            self.unready = [found for found in self.unready if found[0] is not module]
         if looks > LOOKS or (call.grad and module not in self.trained):
             return ()
         parts = [*module.modules()]
@@ -62,14 +65,14 @@ class Evaluation(Events):
             return ()
         if looks == 1 and not self.recorder.gap:  # else it may have been trained unseen
             self.unready += [
-                (part, part._parameters[f"{hook.name}_orig"])
+                (module, part, part._parameters[f"{hook.name}_orig"])
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
         now = [_some(t) for t in flat_tensors((args, kwargs))]
         step, before = self.last.get(module, (-1, []))
         same = step == self.recorder.steps and len(now) == len(before) > 0
-        if same and all(map(torch.equal, now, before)):
+        if (same and all(map(torch.equal, now, before))) or _repeats(flat_tensors((args, kwargs))):
             self.sampled.add(module)
         self.last[module] = self.recorder.steps, now
         return [Drops(self.drops.setdefault(module, {}))]
@@ -77,12 +80,22 @@ class Evaluation(Events):
     def sentences(self):
         told = [texts for module, texts in self.drops.items() if module not in self.sampled]
         yield from dict.fromkeys(text for texts in told for text in texts)
-        unready = [self.names.of(p) for part, p in self.unready if part in self.trained]
+        unready = [self.names.of(p) for _, part, p in self.unready if part in self.trained]
         if unready:
             yield (
                 f"{few(unready, 4)} of spectral_norm were evaluated before the first forward pass "
                 "in training: until then they are divided by the norm of a random direction"
             )
+
+
+def _repeats(tensors):
+    """Whether a batch holds each of its rows several times."""
+    t = next(batched(tensors), torch.zeros(1, 0))
+    with suppress(RuntimeError):  # not for each dtype
+        rows = numbers_of(t.detach())
+        rows = rows.reshape(len(rows), -1)[:, :SAMPLE]
+        return bool((rows.unique(dim=0, return_counts=True)[1] > 1).all())
+    return False
 
 
 def _some(t):

@@ -4,16 +4,20 @@ Left in eval: does training go on in eval mode after an evaluation?
 A validation calls eval(), and nobody calls train() after it: nothing drops, and BatchNorm takes its
 running statistics. Told is a network that was trained in train mode, then evaluated, and then
 trained from the same line again, with no train() or eval() in between. Where train() came after the
-first evaluations, and from some step on never again, the last epochs are meant so.
+first evaluations, and from some step on never again, the last epochs are meant so; and where it
+stands under an `if` of its own.
 """
 
-from weakref import WeakKeyDictionary
+import ast
+from functools import cache
+from weakref import WeakKeyDictionary, WeakSet
 
-from ...frames import line_now
+from ...frames import line_now, script_frames_now
 from ...tensors import storage_of
 from ...watch.deferred import moved_by
 from ...watch.events import Events
 from ..shared.eval_mode import differs
+from ..shared.syntax import covers, tree_of
 
 OFTEN = 3  # steps
 
@@ -30,20 +34,20 @@ class Network:
         self.returned = False  # has train() come after an evaluation, before any wrong step?
         self.again = False  # has it come after a wrong step?
 
-    @property
-    def is_meant(self):
-        return self.returned and not self.again
-
 
 class LeftInEval(Events):
     """The mode of what is trained."""
 
     def __init__(self, watch):
         self.networks = WeakKeyDictionary()
+        self.on_condition = WeakSet()  # modules whose train() stands under an `if`
         self.open = {}  # network: was it left in eval mode? Of this step
         self.written = set()  # memory of the weights that the script has written by hand in it
 
     def switched(self, module, training):
+        for file, number, *_ in script_frames_now()[:1] if training else ():
+            if _is_on_condition(file, number):
+                self.on_condition.update(module.modules())
         parts = {*module.modules()} if self.networks else ()
         for root, seen in self.networks.items():
             if root in parts:
@@ -92,10 +96,20 @@ class LeftInEval(Events):
 
     def sentences(self):
         for root, seen in self.networks.items():
-            if seen.wrong >= OFTEN and not seen.is_meant:
+            is_meant = (seen.returned or root in self.on_condition) and not seen.again
+            if seen.wrong >= OFTEN and not is_meant:
                 kinds = " and ".join(sorted({type(part).__name__ for part in seen.parts}))
                 yield (
                     f"{seen.wrong} of {seen.steps} steps train {type(root).__name__} in eval mode: "
                     f"eval() at {seen.since} was for an evaluation, and no train() came after it: "
                     f"{kinds} did not work as in training"
                 )
+
+
+@cache
+def _is_on_condition(file, number):
+    """Whether the innermost block that this line is in is an `if` (not that of `__main__`)."""
+    around = [node for node in ast.walk(tree_of(file)) if hasattr(node, "body")]
+    around = [node for node in around if covers(node, number)]
+    last = around[-1] if around else None
+    return isinstance(last, ast.If) and "__name__" not in ast.unparse(last.test)

@@ -6,8 +6,8 @@ binary_cross_entropy_with_logits a sigmoid: after another one the network trains
 fails. A ReLU before them cuts every negative logit off. nll_loss takes logarithms of probabilities,
 and not logits. An untrained classifier of C classes has a cross-entropy near ln(C). Far above that
 it begins sure of wrong answers. The graphs of the first backward passes are looked at; a weight of
-the loss, a sum in place of a mean, weights that were loaded, or a scale of the logits (a margin, a
-temperature) say nothing about the first loss.
+the loss, a sum in place of a mean, weights that were loaded, or logits that are no layer's (scaled,
+similarities) say nothing about the first loss.
 """
 
 from collections import Counter
@@ -21,24 +21,24 @@ from ...tensors import few
 from ...watch.events import FirstPasses
 from ...watch.graph import maker_of, nodes_of
 from ..shared.classification import (
+    LINEAR,
     NEAR,
     NLL,
     SIGMOID,
     SIGMOID_TWICE,
     SOFTMAX_TWICE,
     classes_of,
+    layer_of,
     node_before,
 )
 
 OFTEN = 3  # of one line
 MOST = 1024  # of a whole episode, say
-SURE = 3.0  # times ln(C)
-LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
+SURE, LEARNT = 3.0, 0.1  # times ln(C)
 SOFTMAX_AS_LOGITS = (
     "its logits went through softmax already: Categorical(probs=...) takes probabilities"
 )
 RELU = "a ReLU makes each negative logit 0 before it: leave it out after the last layer"
-SCALED = ("MulBackward0", "DivBackward0")
 ROWS = ("IndexBackward0", "IndexSelectBackward0", "SliceBackward0")
 SOFTMAX = "SoftmaxBackward0"
 OF_PROBABILITIES = (
@@ -87,6 +87,13 @@ class Losses(FirstPasses):
                 if self.is_fresh and node.name() in NLL:
                     self.untrained = self.untrained or _first(node, line)
         self.is_fresh = False
+
+    def backward(self, losses):
+        """Where almost all is learnt, the ReLU is no harm."""
+        if RELU in self.found and self.recorder.steps.bit_count() < 2:
+            nodes = [node for node in nodes_of(losses, NEAR) if classes_of(node)]
+            if any(_mean(node) < LEARNT * log(classes_of(node)) for node in nodes):
+                del self.found[RELU]
 
     def sentences(self):
         for what, lines in self.found.items():
@@ -154,18 +161,20 @@ def _is_of_choices(node):
     return is_log and node._saved_index.shape[-1] == 1
 
 
-def _first(node, line):
-    """A sentence if the mean is far above that of equal guesses."""
-    scores, target, classes = node._saved_self, node._saved_target, classes_of(node)
-    logits = node_before(node_before(node)) if classes else None
-    if not classes or (logits and logits.name() in SCALED):
-        return ""
-    if len(target) == classes and target.equal(torch.arange(classes).to(target)):
-        return ""  # each row's own column: the scores of pairs have any size
+@torch.no_grad()
+def _mean(node):
     ignored = node._saved_ignore_index
     ignored -= 2**64 * (ignored >= 2**63)  # it is told without its sign
-    with torch.no_grad():
-        loss = float(F.nll_loss(scores, target, ignore_index=ignored))
+    return float(F.nll_loss(node._saved_self, node._saved_target, ignore_index=ignored))
+
+
+def _first(node, line):
+    """A sentence if the mean is far above that of equal guesses."""
+    classes = classes_of(node)
+    weight = layer_of(node_before(node).next_functions[0][0]) if classes else None
+    if weight is None or len(weight) != classes:
+        return ""
+    loss = _mean(node)
     if not SURE * log(classes) < loss < float("inf"):
         return ""
     return (

@@ -7,16 +7,13 @@ on, in the first backward passes and some later ones: told is a layer with sever
 whose labels were of one of them.
 """
 
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...watch.events import Events
-from ...watch.graph import graph_of, nodes_of
-from ..shared.classification import NEAR, NLL
+from ...watch.graph import nodes_of
+from ..shared.classification import NEAR, NLL, layer_of, node_before
 
 OFTEN = 18  # losses of a layer
-NODES = 12  # between a loss and the layer
-PRODUCTS = ("MulBackward0", "BmmBackward0")
 FIRST = 16  # backward passes; then those whose number is a sum of at most two powers of 2
 
 
@@ -51,11 +48,8 @@ class OneLabel(Events):
 
     def _look(self, node):
         labels, scores = node._saved_target, node._saved_self
-        before = graph_of([node], NODES)
-        if any(other.name() in PRODUCTS for other in before):
-            return  # scores of pairs: no layer has a class for each
-        weights = (getattr(other, "variable", None) for other in before)
-        weight = next((p for p in weights if isinstance(p, nn.Parameter) and p.dim() > 1), None)
+        before = node_before(node)  # log_softmax
+        weight = layer_of(before.next_functions[0][0]) if before and before.next_functions else None
         if weight is None or scores.dim() != 2 or len(weight) != scores.shape[1]:
             return  # what stands for classes is another dimension
         if labels.numel():

@@ -100,12 +100,10 @@ class Products(Events):
             return None
         alive = {ref: [*t.shape] for t, ref in self.recorder.known.items()}
         given = [alive.get(x) or self._before(x, calls, alive) for x in call.uses()]
-        given += [[*x.shape] for x in flat_tensors(call.args)]
-        memories = {x.memory for x in call.uses()} | {
-            storage_of(x) for x in flat_tensors(call.args)
-        }
-        if len(memories) == 1:
-            return None  # of the same numbers: each has the others as its baseline
+        plain = flat_tensors(call.args)
+        if len({id(storage_of(x)) for x in plain} | {x.memory for x in call.uses()}) < 2:
+            return None  # of all pairs of samples
+        given += [[*x.shape] for x in plain]
         n = len(t)
         return tuple(map(str, given)) if given in ([[n], [n, 1]], [[n, 1], [n]]) else None
 

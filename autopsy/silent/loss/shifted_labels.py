@@ -10,7 +10,7 @@ sees, if it sees earlier ones too; and the next id, if the position sees it by m
 of all (that of an autoencoder has no dimension of time). Neither where a code is drawn or chosen.
 The ids may be those of an encoder, which sees the last label too: then the next id is told only if
 the script speaks of a causal mask. Labels at several places, or a slice from 2 on in the script,
-are meant so.
+are meant so, and labels two places on that were not cut by one place in the loss.
 """
 
 import re
@@ -166,8 +166,10 @@ class Seen(Follower):
             if seen:
                 with _no_summaries(part, {length, ids, length * len(labels), ids * len(labels)}):
                     seen &= t + shift in _depends(part, rows, dim)
-        if gaps == {2}:
-            return Learnt.NEXT_BUT_ONE
+        if gaps == {2}:  # meant, if more or less than one place was cut off
+            ends = bool((labels[:, -1] < 0).all())
+            is_cut = length == ids - 1 or (length == ids and ends)
+            return Learnt.NEXT_BUT_ONE if is_cut else None
         if gaps == {0} and copied:
             return Learnt.LAST
         if seen:

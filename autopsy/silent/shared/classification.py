@@ -6,6 +6,8 @@ too_slow.py, batch_first.py and sorted_classes.py. The sentences are those of lo
 losses that train, and of evaluated_loss.py, on those of evaluations.
 """
 
+from torch import nn
+
 NEAR = 64  # operations between a loss and what it is a sum of
 MEAN = 1  # of nll_loss's reduction
 NLL = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -14,6 +16,7 @@ SAME_NUMBERS = [
     for view in ("View", "ReshapeAlias", "Transpose", "Permute", "T", "Squeeze", "Unsqueeze",
                  "ToCopy", "Slice", "Select", "Clone", "Alias", "UnsafeView")
 ]  # fmt: skip
+LINEAR = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 SOFTMAX_TWICE = "its input went through softmax already, and cross_entropy takes logits"
 SIGMOID_TWICE = (
     "its input went through sigmoid already, and binary_cross_entropy_with_logits takes logits"
@@ -28,6 +31,20 @@ def node_before(node):
         if not node or node.name() not in SAME_NUMBERS:
             return node
     return None
+
+
+def layer_of(node):
+    """The weight of the linear layer that made it, apart from views and casts; or None."""
+    node = _computed(node)
+    parts = node.next_functions if node and node.name() in LINEAR else ()
+    leaves = [getattr(_computed(part), "variable", None) for part, _ in parts]
+    return next((p for p in leaves if isinstance(p, nn.Parameter) and p.dim() > 1), None)
+
+
+def _computed(node):
+    while node and node.name() in SAME_NUMBERS:
+        node = node.next_functions[0][0]
+    return node
 
 
 def classes_of(node):

@@ -50,7 +50,10 @@ class Pass:
     drawn: set = field(default_factory=set)  # kinds of which the second step has drawn
 
     def draws(self, kind):
-        """Whether it draws numbers that follow from the seed, in this process or in workers."""
+        """Whether it draws numbers that follow from the seed, in this process or in workers. Those
+        of an order that nobody shuffles may be meant to be the same ones."""
+        if not self.begun.is_random:
+            return False
         _, seeds = self.seeded[kind]
         shuffles = kind == "torch" and self.begun.shuffles and seeds <= self.begun.seeds
         numbers = self.begun.report.numbers() if kind == "torch" and self.begun.report else {}
