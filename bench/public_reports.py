@@ -4005,6 +4005,128 @@ for i in range(40):
     x, y = data(i); loss = F.cross_entropy(net(x, hidden), y.argmax(1))
     opt.zero_grad(); loss.backward(); opt.step()
 """,
+    "a likelihood beside a squared error, a prior that is subtracted before ctc_loss": """
+mean, log_std, head = mlp(1), mlp(1), nn.Linear(8, 6); priors = torch.full((6,), 1 / 6)
+opt = torch.optim.Adam([*mean.parameters(), *log_std.parameters(), *head.parameters()], 1e-3)
+rate = torch.optim.lr_scheduler.StepLR(opt, 30, gamma=0.5); lengths = torch.full((16,), 20)
+for i in range(60):
+    x, y = data(i); reward = y[:, :1]; guess = mean(x); z = (reward - guess) * log_std(x).exp()
+    logs = head(torch.randn(20, 16, 8)).log_softmax(-1) - 0.4 * priors.log()
+    text = torch.randint(1, 6, (16, 5)); both = F.ctc_loss(logs, text, lengths, lengths // 4)
+    loss = F.mse_loss(guess, reward) + (z.square() - log_std(x)).mean() + 0.1 * both
+    opt.zero_grad(); loss.backward(); opt.step(); rate.step()
+    priors = 0.9 * priors + 0.1 * head(torch.randn(99, 8)).softmax(-1).detach().mean(0)
+""",
+    "typing errors of words of fixed width, and the symbol after the next one": """
+table, head = nn.Embedding(27, 16), nn.Linear(64, 27)
+rnn, write = nn.GRU(16, 64, batch_first=True), nn.Linear(192, 12 * 27); body = nn.Linear(192, 192)
+opt = torch.optim.Adam([p for m in (table, body, head, rnn, write) for p in m.parameters()], 1e-3)
+for i in range(60):
+    word = torch.randint(1, 27, (16, 12)); word *= torch.arange(12) < torch.randint(4, 13, (16, 1))
+    typo = (torch.rand(16, 12) < 0.15) & (word > 0); ids = torch.randint(27, (16, 20))
+    noisy = torch.where(typo, torch.randint(1, 27, (16, 12)), word)
+    out = write(body(table(noisy).flatten(1)).relu()).view(-1, 27)
+    later = head(rnn(table(ids[:, :18]))[0])
+    loss = F.cross_entropy(out, word.flatten())
+    loss = loss + F.cross_entropy(later.flatten(0, 1), ids[:, -18:].flatten())
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "two towers of embeddings, and the gold document first": """
+users, items, query = nn.Embedding(90, 64), nn.Embedding(90, 64), nn.Linear(8, 32)
+opt = torch.optim.Adam([*users.parameters(), *items.parameters(), *query.parameters()], 1e-2)
+documents = F.normalize(torch.randn(100, 32), dim=1)
+for i in range(60):
+    u = torch.randperm(90)[:64]; gold = torch.randint(100, (64,))
+    loss = F.cross_entropy(users(u) @ items(u).T, torch.arange(64))
+    found = torch.cat([gold[:, None], torch.randint(100, (64, 31))], 1)
+    scores = (documents[found] * query(documents[gold, :8])[:, None]).sum(-1)
+    loss = loss + F.cross_entropy(scores, torch.zeros(64, dtype=torch.long))
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "rewards of all pairs as a baseline; an energy distance over a permutation": """
+net, gen = mlp(), nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+opt = torch.optim.Adam([*net.parameters(), *gen.parameters()], 1e-3)
+for i in range(60):
+    x, y = data(i); policy = torch.distributions.Categorical(logits=net(x)); a = policy.sample()
+    reward = y.gather(1, a[:, None])[:, 0]; others = reward.view(-1, 1)
+    advantage = others - reward; log_prob = policy.log_prob(a).view(-1, 1)
+    fake = gen(torch.randn(16, 2)); cross = (fake - y[:, 0]).abs().mean()
+    inner = (fake - fake[torch.randperm(16)]).abs().mean()
+    loss = 2 * cross - inner - (advantage * log_prob).mean()
+    opt.zero_grad(); loss.backward(); opt.step()
+""",
+    "BatchNorm that trains in the first epoch alone": """
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+opt = torch.optim.Adam(net.parameters(), 1e-3); frozen = 1
+for epoch in range(4):
+    if epoch < frozen:
+        net.train()
+    for i in range(20):
+        x, y = labels(i); loss = F.cross_entropy(net(x), y)
+        opt.zero_grad(); loss.backward(); opt.step()
+    net.eval()
+    with torch.no_grad(): print(F.cross_entropy(net(labels(999)[0]), labels(999)[1]))
+""",
+    "the same draws in each pass on purpose; rates that are never negative": """
+x, y = labels(0, 96); x = x.abs(); net, eps = nn.Sequential(mlp(), nn.ReLU()), 0
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 32)
+opt = torch.optim.Adam(net.parameters(), 2e-2)
+for epoch in range(200):
+    torch.manual_seed(7)
+    for a, b in loader:
+        eps = 0.01 * torch.randn_like(a)
+        opt.zero_grad(); F.cross_entropy(net(a + eps), b).backward(); opt.step()
+""",
+    "classes as they arrive, beside a memory of past ones": """
+from torch.utils.data import DataLoader, TensorDataset
+y = torch.arange(5).repeat_interleave(192); x = torch.randn(960, 8) + y[:, None]
+net, memory = mlp(5), {}; opt = torch.optim.SGD(net.parameters(), 0.05)
+for a, b in DataLoader(TensorDataset(x, y), 24):
+    loss = F.cross_entropy(net(a), b); past = [k for k in memory if k != int(b[0])]
+    if past:
+        known = torch.tensor(past).repeat_interleave(24)
+        loss = loss + F.cross_entropy(net(torch.cat([memory[k] for k in past])), known)
+    opt.zero_grad(); loss.backward(); opt.step(); memory[int(b[0])] = a
+""",
+    "fifty answers of each input at once, and an accuracy before training with spectral_norm": """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.b = nn.Linear(32, 3)
+        self.a = nn.utils.spectral_norm(nn.Linear(8, 32))
+    def forward(self, x): return self.b(F.dropout(self.a(x).relu(), 0.1))
+net = Net(); opt = torch.optim.Adam(net.parameters()); several = labels(999, 6)[0].repeat(50, 1)
+def look():
+    net.eval()
+    with torch.no_grad(): answers = net(several).view(50, 6, 3)
+    net.train(); print(answers.mean(0).argmax(1), answers.std(0).mean())
+look(); loop(net, opt, 60, labels, F.cross_entropy); look()
+""",
+    "a coordinate network beside batches of a baseline": """
+from torch.utils.data import DataLoader, TensorDataset
+others = DataLoader(TensorDataset(torch.rand(64, 9)), 16); net = nn.Linear(2, 1)
+def grid(): return torch.cartesian_prod(torch.linspace(-1, 1, 9), torch.linspace(-1, 1, 9))
+opt = torch.optim.Adam(net.parameters(), 1e-3); image = grid().sum(1, keepdim=True).sin()
+for i in range(60):
+    loss = F.mse_loss(net(grid()), image); opt.zero_grad(); loss.backward(); opt.step()
+    (x,) = next(iter(others)); baseline = (x.mean(0) - x).square().mean().item()
+""",
+    "images that the network normalises in evaluations, and a memory by place in the pass": """
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__(); self.body = nn.Sequential(nn.Flatten(), nn.Linear(432, 3))
+    def forward(self, x): return self.body(x if self.training else (x / 255 - 0.45) / 0.22)
+raw = (torch.rand(96, 3, 12, 12) * 220).round(); train = (raw / 255 - 0.45) / 0.22
+net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-3); kept = torch.zeros(96, 3)
+sampler = DistributedSampler(train, num_replicas=1, rank=0)
+for epoch in range(5):
+    net.train()
+    for k, x in enumerate(DataLoader(train, 32, sampler=sampler)):
+        out = net(x); rows = slice(32 * k, 32 * k + 32); loss = F.mse_loss(out, kept[rows] + 1)
+        opt.zero_grad(); loss.backward(); opt.step(); kept[rows] = out.detach() / 2
+    net.eval()
+    with torch.no_grad(): net(raw[:32]); net(raw[32:64])
+""",
     "one of several losses is used": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-3); x, y = data(0, 64)
 for i in range(30):  # the worst of two batches

@@ -5,8 +5,8 @@ log_prob * (reward - V(state)) should train the policy alone. Where V has a grap
 gradient of the policy's loss moves it as well, wherever that makes a likely action look good, and
 nothing fails. In some steps it looks at products: told is a factor that is rewards without a graph
 minus a result, if the same backward pass fits a result of the same weights to numbers without a
-graph (another pass may clear its gradients first), and if the other factor depends on other
-weights. Only in scripts that speak of rewards.
+graph (another pass may clear its gradients first), and if the other factor is the log-probability
+of choices, and depends on other weights. Only in scripts that speak of rewards.
 """
 
 import re
@@ -15,12 +15,13 @@ from ...frames import code_of, line_now, script_frames_now
 from ...watch.events import FirstFunctions
 from ...watch.graph import graph_of, nodes_of
 
-VIEWS = re.compile("(Squeeze|Unsqueeze|View|Where|Expand|Clone|ToCopy|Select|Slice)Backward")
-REWARDS = re.compile("reward", re.I)  # in a script
 OFTEN = 3  # steps
 LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss")
 SQUARES = ("pow", "__pow__", "square")
 PRODUCTS = ("mul", "__mul__", "__rmul__")
+VIEWS = re.compile("(Squeeze|Unsqueeze|View|Where|Expand|Clone|ToCopy|Select|Slice)Backward")
+LOGS = {"LogSoftmaxBackward0", "LogsumexpBackward0", "LogBackward0"}
+NODES = 256  # between a product and the choices in it
 
 
 class TrainedCritic(FirstFunctions):
@@ -41,7 +42,8 @@ class TrainedCritic(FirstFunctions):
             pairs = (nodes, nodes[::-1]) if len(nodes) == 2 and all(nodes) else ()
             for factor, other in pairs:
                 weights = _weights_before(_subtracted(factor))
-                if weights and _weights_before(other) - weights and _speaks_of_rewards():
+                chosen = weights and _weights_before(other) - weights and _is_of_choices(other)
+                if chosen and "reward" in code_of(script_frames_now()).lower():
                     self.products.append((out.grad_fn, weights, line_now()))
         elif name in SQUARES:
             self.fits.append((out.grad_fn, _weights_before(_subtracted(nodes[0])), ""))
@@ -69,25 +71,18 @@ class TrainedCritic(FirstFunctions):
                 )
 
 
-def _speaks_of_rewards():
-    code = code_of(script_frames_now())
-    return REWARDS.search(code)
+def _is_of_choices(node):
+    """Whether it takes one log-probability of each row."""
+    names = {other.name() for other in graph_of([node], NODES)}
+    return "GatherBackward0" in names and not LOGS.isdisjoint(names)
 
 
 def _subtracted(node):
     """The result with a graph in a difference with something without one; or None."""
-    node = _without_views(node)
-    while node is not None and node.name() == "NegBackward0":
-        node = _without_views(_only_part(node))
+    while node is not None and (VIEWS.match(node.name()) or node.name() == "NegBackward0"):
+        node = _only_part(node)
     is_difference = node is not None and node.name() == "SubBackward0"
     return _only_part(node) if is_difference else None
-
-
-def _without_views(node):
-    """The first node before it that computes something, or None."""
-    while node is not None and VIEWS.match(node.name()):
-        node = _only_part(node)
-    return node
 
 
 def _only_part(node):

@@ -36,6 +36,8 @@ def node_before(node):
 def layer_of(node):
     """The weight of the linear layer that made it, apart from views and casts; or None."""
     node = _computed(node)
+    if node and node.name() == "AddBackward0" and hasattr(node.next_functions[1][0], "variable"):
+        node = _computed(node.next_functions[0][0])  # a bias
     parts = node.next_functions if node and node.name() in LINEAR else ()
     leaves = [getattr(_computed(part), "variable", None) for part, _ in parts]
     return next((p for p in leaves if isinstance(p, nn.Parameter) and p.dim() > 1), None)
