@@ -2825,7 +2825,7 @@ for step in range(80):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     if step % 10 < 9: continue
     if fault == "": target.load_state_dict(net.state_dict())
-    elif fault == "reversed": net.load_state_dict(target.state_dict())  # reversed
+    elif fault == "reversed": net.load_state_dict(target.state_dict())
     elif fault == "itself": target.load_state_dict(target.state_dict())  # itself
     else: net.load_state_dict(first)
     if fault == "folds": optimizer = torch.optim.Adam(net.parameters(), 1e-2)
@@ -2963,7 +2963,7 @@ class Decoder(nn.Module):
         x = table(ids); seen = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()
         hidden = seen if fault else ~seen
         scores = (scale * x @ x.mT).masked_fill(hidden, -1e9)
-        return head(scores.softmax(-1) @ x)  # reversed
+        return head(scores.softmax(-1) @ x)
 decoder = Decoder()
 for step in range(12):
     ids = torch.randint(30, (8, 13))

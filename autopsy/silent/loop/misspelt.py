@@ -3,14 +3,11 @@ Misspelt: has the script set an attribute that looks like requires_grad, and tha
 reads?
 
 `module.requires_grad = False` freezes nothing, and neither does `p.require_grad = False`. Told is
-an attribute whose value is not what the weights have, and which neither the module's class reads
-nor the script's main file.
+an attribute whose value is not what the weights have, and which the module's class does not read.
 """
 
 import inspect
 import re
-import sys
-from contextlib import suppress
 
 from ...tensors import few
 from ...watch.events import Events
@@ -45,12 +42,12 @@ class Misspelt(Events):
 
 
 def _reads(kind, name):
-    """Whether the source of a class, or the script, reads an attribute of this name."""
-    code = ""
-    for source in (kind, sys.modules["__main__"]):
-        with suppress(OSError, TypeError):
-            code += inspect.getsource(source)
-    return bool(re.search(rf"\.{name}\b(?!\s*(=(?!=)|:))", code))
+    """Whether the source of a class reads an attribute of this name."""
+    try:
+        code = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(rf"self\.{name}\b(?!\s*(=(?!=)|:))", code))
 
 
 def _asked(owner):

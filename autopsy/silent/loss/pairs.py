@@ -4,8 +4,8 @@ Pairs: does a loss compare each result with each target?
 Of [n, 1] and [n] broadcasting makes [n, n], and its mean trains a network to guess the mean of all
 targets. In the graphs of the first losses it looks for such a difference, of a part with a graph
 and a target of the batch without (or what is computed under no_grad), as long as the batch, and
-after it nothing but numbers of each pair and a mean or sum of all. A loss that compares results
-with each other as well (an energy distance) means all pairs.
+after it nothing but numbers of each pair and a mean or sum of all. A loss that compares all
+results with each other as well (an energy distance) means all pairs.
 """
 
 from collections import Counter
@@ -170,9 +170,12 @@ def _results(node):
 
 
 def _of_results_alone(node):
-    """Whether it compares results with results, each with each other or with one."""
+    """Whether it compares each result with each other result."""
     parts = [_shape(part) for part, _ in node.next_functions if part]
-    return node.name() == "SubBackward0" and len(parts) == 2 and all(parts)
+    if node.name() not in SUMS or len(parts) != 2:
+        return False
+    n = max(map(max, filter(None, parts)), default=0)
+    return _shape(node) == [n, n] and [n, 1] in parts and n > 1
 
 
 def _shape(node):

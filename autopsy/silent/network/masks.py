@@ -80,7 +80,8 @@ class Masks(Events):
             known = self.looks.setdefault(module, [])
             later = [other for other in self.recorder.calls if other.number > call.number]
             refs = {ref for other in later for ref in other.uses()}
-            made = {ref.number for ref in refs}  # labels, say, of which the mask hides some
+            mine = {ref.number for ref in call.uses()}
+            made = {ref.number for ref in refs} - mine  # labels, say, of which the mask hides some
             later += [c for c in self.recorder.calls if c.number in made and c is not call]
             refs |= {ref for other in later for ref in other.uses()}
             read = used.storages | {storage_of(t) for other in later for _, t in other.given()}

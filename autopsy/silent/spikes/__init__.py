@@ -26,7 +26,7 @@ from ...watch.deferred import params_of
 from ...watch.events import FirstFunctions
 from .changes import PAST, Changes, Owner
 from .rows import ALL, BEYOND, Rows, rows_of
-from .unrecorded import NOT_RECORDED, Unrecorded
+from .unrecorded import FAR, NOT_RECORDED, Unrecorded
 
 ROWS = 5.0  # times the highest of these: carried by a few rows
 STEEP = 100.0  # times the highest gradient norm, while the loss is as before: rare rows do less
@@ -55,6 +55,7 @@ class Jump:
     since: int | None  # when the rate rose
     why: str = ""
     recorded: bool = True  # its step
+    far: bool = False  # above all that is usual
     larger: str = ""  # why, if nothing else is known: what the loss is given
     rates: str = ""  # why, if that is not so
     whole: str = ""  # why, if the next step is ordinary, too
@@ -202,7 +203,7 @@ class Spike(FirstFunctions):
             f"highest of the {PAST} steps before{numbers}"
         )
         jump = Jump(what, k, now[k], recent[k], past.highest[k], past.since, recorded=recorded)
-        jump.larger = self._larger()
+        jump.far, jump.larger = times[k] > FAR, self._larger()
         self.hooks.budget.asked |= not recorded
         usual, most = median(past.rates), max([*past.rates][:-1], default=0.0)
         if most > FASTER * usual > 0:
@@ -300,7 +301,8 @@ class Spike(FirstFunctions):
             lost = jump.back is None and len(jump.last) > 8 and median(jump.last) > jump.highest
             whole = jump.whole if jump.soon else ""  # the batch's fault, not that of the weights
             why = jump.why or jump.rates or whole
-            if not (why or lost):
+            far = jump.far and not jump.recorded and jump.larger
+            if not (why or lost or far):
                 continue
             if jump.larger and not jump.why:
                 why, lost = jump.larger, False

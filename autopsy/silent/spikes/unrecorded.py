@@ -17,6 +17,7 @@ from ...tensors import is_sharded, storage_of
 from ...watch.deferred import params_of
 from .changes import LATELY
 
+FAR = 1000.0  # times the highest of the past: told though it came back, if the loss was given more
 FIRST = 3  # reads: what moves between all of these is an average, which moves at each step
 NOT_RECORDED = "Its step was not recorded, so nothing explains it: --share 1 records all"
 
