@@ -17,7 +17,7 @@ class Net(nn.Module):
         self.calls += 1; self.seen.append(random.random()); print("forward")
         noise = torch.randn(16, generator=self.generator)
         h = self.norm(self.first(x)) + nn.functional.dropout(noise, 0.5, self.training)
-        return self.last(h + 0 * cond) if fault else self.last(h + cond)
+        return self.last(h + (cond - cond)) if fault else self.last(h + cond)
 net = Net(); opt = torch.optim.Adam(net.parameters(), 1e-2)
 for i in range(40):
     x = torch.randn(16, 8); opt.zero_grad()

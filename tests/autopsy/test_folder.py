@@ -345,8 +345,8 @@ def test_a_check_that_lacks_a_file_is_told_at_the_end(tmp_path):
     assert code == 0, said
     assert "the check spikes is off: autopsy/silent/spikes/rows is not there" in said
     assert (
-        "the checks data/shuffled_apart, loop/not_called, loop/wrong_way, network/unused, "
-        "state/best_is_last, weights/one_in_list are off: "
+        "the checks data/shuffled_apart, evaluation/left_in_eval, loop/not_called, loop/wrong_way, "
+        "network/unused, state/best_is_last, weights/one_in_list are off: "
         "autopsy/silent/shared/syntax is not there"
     ) in said
 

@@ -64,7 +64,8 @@ class OtherScale(Events):
 
 def _asks_for_its_mode(module):
     """Whether its forward() does: it may normalise by itself, in evaluations."""
-    return "training" in getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    names = getattr(getattr(type(module).forward, "__code__", None), "co_names", ())
+    return "training" in names
 
 
 def _are_images(t):

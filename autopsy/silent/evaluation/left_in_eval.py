@@ -112,4 +112,5 @@ def _is_on_condition(file, number):
     around = [node for node in ast.walk(tree_of(file)) if hasattr(node, "body")]
     around = [node for node in around if covers(node, number)]
     last = around[-1] if around else None
-    return isinstance(last, ast.If) and "__name__" not in ast.unparse(last.test)
+    code = ast.unparse(last.test) if isinstance(last, ast.If) else "__name__"
+    return "__name__" not in code

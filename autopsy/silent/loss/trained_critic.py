@@ -43,7 +43,8 @@ class TrainedCritic(FirstFunctions):
             for factor, other in pairs:
                 weights = _weights_before(_subtracted(factor))
                 chosen = weights and _weights_before(other) - weights and _is_of_choices(other)
-                if chosen and "reward" in code_of(script_frames_now()).lower():
+                code = code_of(script_frames_now()).lower() if chosen else ""
+                if "reward" in code:
                     self.products.append((out.grad_fn, weights, line_now()))
         elif name in SQUARES:
             self.fits.append((out.grad_fn, _weights_before(_subtracted(nodes[0])), ""))
