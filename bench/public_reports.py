@@ -2483,13 +2483,13 @@ for part in range(8):
     for x, y in DataLoader(rows, 16, shuffle=True):
         sgd.zero_grad(); F.mse_loss(net(x), y).backward(); sgd.step(); cycle.step()
 """,
-    "samples that meet, time first, one layer in a list, a text from its end, one step a visit": """
+    "samples that meet, time first, a text from its end": """
 from torch.utils.data import DataLoader, TensorDataset
 class Former(nn.Module):
     def __init__(self):
         super().__init__(); self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
         self.rows = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    def forward(self, x): return self.last(self.rows(self.first(x)[None])[0])
+    def forward(self, x): return self.last(self.rows(self.first(x)[None])[0])  # rows attend to rows
 class Time(nn.Module):
     def __init__(self):
         super().__init__(); self.rnn, self.out = nn.LSTM(2, 8), nn.Linear(8, 3)
@@ -2497,28 +2497,23 @@ class Time(nn.Module):
 class Text(nn.Module):
     def __init__(self):
         super().__init__(); self.emb, self.out = nn.Embedding(30, 16), nn.Linear(16, 30)
-        self.layers = nn.ModuleList([nn.Linear(16, 16)] * 3); self.qkv = nn.Linear(16, 48)
+        self.layer, self.qkv = nn.Linear(16, 16), nn.Linear(16, 48)
     def forward(self, ids):
         q, k, v = self.qkv(self.emb(ids)).chunk(3, -1); n = ids.shape[1]
         seen = torch.ones(n, n, dtype=torch.bool).triu()
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         h = h + (k @ q.mT).softmax(1) @ v
-        for layer in self.layers: h = layer(h).relu()
-        return self.out(h)
+        return self.out(self.layer(h).relu())
 nets = rows, time, text = nn.ModuleList([Former(), Time(), Text()])
-opt = torch.optim.Adam(nets.parameters(), 1e-3); part = mlp()
+opt = torch.optim.Adam(nets.parameters(), 1e-3)
 for epoch in range(4):
     for x, y in DataLoader(TensorDataset(*labels(0, 256)), 16, shuffle=True):
         ids = torch.randint(30, (8, 9)); sensors = x[:12].view(12, 4, 2)
         opt.zero_grad(); F.cross_entropy(time(sensors), y[:12]).backward()
         loss = F.cross_entropy(rows(x), y) + F.cross_entropy(text(ids[:, 1:]).mT, ids[:, :-1])
         loss.backward(); opt.step()
-def visit(x, y):
-    own = torch.optim.Adam(part.parameters(), 1e-3)
-    own.zero_grad(); F.mse_loss(part(x), y).backward(); own.step()
-for i in range(40): visit(*data(i))
 """,
-    "averages with the start, a weighted sum, sums of gradients in a buffer, a random layer": """
+    "averages with the start, a weighted sum, sums of gradients in a buffer": """
 class Dual(torch.optim.Optimizer):
     def __init__(self, params): super().__init__(params, {"lr": 0.01}); self.t = 0
     @torch.no_grad()
@@ -2530,7 +2525,7 @@ class Dual(torch.optim.Optimizer):
 net, norm = mlp(), nn.BatchNorm1d(8, momentum=0.95)
 start = copy.deepcopy(net).requires_grad_(False)
 total = copy.deepcopy(net); start(data(0)[0]); opt = torch.optim.Adam(net.parameters(), 1e-2)
-deep = nn.Sequential(norm, *(nn.Linear(8, 8) for _ in range(3))); deep[2].requires_grad_(False)
+deep = nn.Sequential(norm, *(nn.Linear(8, 8) for _ in range(3)))
 second = torch.optim.SGD([p for p in deep.parameters() if p.requires_grad], 1e-2)
 dual, own, flat, at = mlp(), mlp(), torch.zeros(387), 0; sums = Dual(dual.parameters())
 for p in own.parameters(): p.grad = flat[at : at + p.numel()].view_as(p); at += p.numel()
@@ -2581,18 +2576,6 @@ for i in range(90):
     loss = F.mse_loss(v(x), goal) + F.mse_loss(model(x), reward + 0 * y[:, 1:2])
     loss = loss + 0.1 * F.mse_loss(v(x), 0.5 * v(x + 0.01 * later) + 0.5 * v(x))
     opt.zero_grad(); loss.backward(); opt.step()
-""",
-    "a head that grows by a class at a time": """
-means, head = 2 * torch.randn(5, 10), None
-body = nn.Sequential(nn.Linear(10, 32), nn.ReLU())
-for seen in range(1, 6):
-    new = nn.Linear(32, seen)
-    if head is not None:
-        with torch.no_grad(): new.weight[:-1], new.bias[:-1] = head.weight, head.bias
-    head = new; opt = torch.optim.Adam([*body.parameters(), *head.parameters()], 3e-3)
-    for i in range(40):
-        y = torch.randint(seen, (32,)); x = means[y] + torch.randn(32, 10)
-        opt.zero_grad(); F.cross_entropy(head(body(x)), y).backward(); opt.step()
 """,
     "an average that takes the place of the weights for a while": """
 net = mlp(); opt = torch.optim.Adam(net.parameters(), 1e-2); backup = {}
