@@ -4068,11 +4068,10 @@ for a, b in DataLoader(TensorDataset(x, y), 24):
         loss = loss + F.cross_entropy(net(torch.cat([memory[k] for k in past])), known)
     opt.zero_grad(); loss.backward(); opt.step(); memory[int(b[0])] = a
 """,
-    "fifty answers of each input at once, and an accuracy before training with spectral_norm": """
+    "fifty answers of each input at once": """
 class Net(nn.Module):
     def __init__(self):
-        super().__init__(); self.b = nn.Linear(32, 3)
-        self.a = nn.utils.spectral_norm(nn.Linear(8, 32))
+        super().__init__(); self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 3)
     def forward(self, x): return self.b(F.dropout(self.a(x).relu(), 0.1))
 net = Net(); opt = torch.optim.Adam(net.parameters()); several = labels(999, 6)[0].repeat(50, 1)
 def look():

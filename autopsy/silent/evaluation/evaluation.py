@@ -3,11 +3,11 @@ Evaluation: does eval() reach all of the network?
 
 F.dropout(x) drops in evaluation, too, and so do a Dropout that forward() makes, and the attention
 of torch.nn.functional with dropout_p=0.1: nobody tells them of eval(). torch's spectral_norm
-divides by a number that only a forward pass in training computes (whoever evaluates again later may
-log what was before). The first two evaluations of each network are looked at while they run;
-nothing is run again. A call that says when it drops means it, and so does a Dropout within that was
-set to train(), and whoever evaluates one batch twice in a row or each of its rows several times (to
-average over what drops). So does a source that says so beside it.
+divides by a number that only a forward pass in training computes. The first two evaluations of each
+network are looked at while they run; nothing is run again. A call that says when it drops means it,
+and so does a Dropout within that was set to train(), and whoever evaluates one batch twice in a row
+or each of its rows several times (to average over what drops). So does a source that says so beside
+it.
 """
 
 import ast
@@ -44,7 +44,7 @@ class Evaluation(Events):
         self.sampled = WeakSet()  # modules that are evaluated with one batch again and again
         self.trained = WeakSet()  # modules that were called in training, or loaded
         self.drops = WeakKeyDictionary()  # module: sentences on its lines, in their order
-        self.unready = []  # (network, module, its weight)
+        self.unready = []  # (module, its weight)
 
     def loaded(self, module, state, answer):
         self.trained.update(module.modules())
@@ -56,8 +56,6 @@ class Evaluation(Events):
                 self.trained.update(module.modules())
             return ()
         looks = self.looks[module] = self.looks.get(module, 0) + 1
-        if looks > 1 and module in self.trained:  # the first result is compared with a later one
-            self.unready = [found for found in self.unready if found[0] is not module]
         if looks > LOOKS or (call.grad and module not in self.trained):
             return ()
         parts = [*module.modules()]
@@ -65,7 +63,7 @@ class Evaluation(Events):
             return ()
         if looks == 1 and not self.recorder.gap:  # else it may have been trained unseen
             self.unready += [
-                (module, part, part._parameters[f"{hook.name}_orig"])
+                (part, part._parameters[f"{hook.name}_orig"])
                 for part in parts if part not in self.trained
                 for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
             ]  # fmt: skip
@@ -80,7 +78,7 @@ class Evaluation(Events):
     def sentences(self):
         told = [texts for module, texts in self.drops.items() if module not in self.sampled]
         yield from dict.fromkeys(text for texts in told for text in texts)
-        unready = [self.names.of(p) for _, part, p in self.unready if part in self.trained]
+        unready = [self.names.of(p) for part, p in self.unready if part in self.trained]
         if unready:
             yield (
                 f"{few(unready, 4)} of spectral_norm were evaluated before the first forward pass "
