@@ -2471,8 +2471,7 @@ rates = torch.optim.lr_scheduler
 class Trainer:
     def __init__(self): self.update = []
 net, trainer = mlp(), Trainer(); opt = torch.optim.Adam(net.parameters(), 1e-2)
-halves = rates.StepLR(opt, 20, 0.5); net[0].require_grad = True; net[2].require_grad = False
-free = [p for m in net[::2] if m.require_grad for p in m.parameters()]
+halves, free = rates.StepLR(opt, 20, 0.5), [*net[0].parameters()]
 for i in range(300):
     x, y = data(0); loss = F.mse_loss(net(x), y)
     net.zero_grad(); loss.backward(); opt.step(); halves.step(); trainer.update.append(loss.item())
