@@ -1,9 +1,9 @@
 """
 Classification: how many classes and which labels has a cross-entropy, and what made its input?
 
-The nodes of the graph say so to losses.py, one_label.py, padded_labels.py, shifted_labels.py,
-too_slow.py, batch_first.py and sorted_classes.py. The sentences are those of losses.py, on the
-losses that train, and of evaluated_loss.py, on those of evaluations.
+The nodes of the graph say so to contracts.py, losses.py, one_label.py, padded_labels.py,
+shifted_labels.py, too_slow.py, batch_first.py and sorted_classes.py. The sentences are those of
+losses.py, on the losses that train, and of evaluated_loss.py, on those of evaluations.
 """
 
 from torch import nn

@@ -1,8 +1,8 @@
 """
 Syntax: what does Python read in a file of the script?
 
-Some checks ask which statement stands on a line (one_in_list.py, unused.py), some read whole files
-(not_called.py, shuffled_apart.py).
+Some checks ask which statement stands on a line (left_in_eval.py, one_in_list.py, unused.py,
+wrong_way.py), some read whole files (best_is_last.py, not_called.py, shuffled_apart.py).
 """
 
 import ast
